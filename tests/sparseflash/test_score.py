@@ -308,6 +308,44 @@ def test_a_function_of_the_pair_alone(backend):
     torch.testing.assert_close(out, expected.float())
 
 
+# Where an operation of Triton is not that of torch: of bools, of integers and their products, of
+# negative bases of powers, and where all arguments are constants.
+UNLIKE_TRITON = {
+    "logical": lambda s, b, h, q, k: torch.where(torch.logical_and(q % 4, k % 3), s, s - 1),
+    "bools": lambda s, b, h, q, k: torch.where((q > 3) + (k > 3), s, s + (q > 5) * (k > 5)),
+    "products": lambda s, b, h, q, k: s - 1e-9 * (q - k - 46340) ** 2 - 1e-9 * q * 2**27,
+    "hash": lambda s, b, h, q, k: torch.where((q * 2654435761 + k * 40503) % 64 < 32, s, s - 1),
+    "large": lambda s, b, h, q, k: torch.where(q + 2**31 > k + 2**31, s, s - 1),
+    "powers": lambda s, b, h, q, k: 0.1 * s ** (k % 4) + s**9 / 9 + (s * 0) ** (q % 3) + q**0.5,
+    "signs": lambda s, b, h, q, k: torch.where((torch.relu(q - k) & q.sgn()) == 1, s, s - 1),
+    "floors": lambda s, b, h, q, k: torch.div(s, 0.1, rounding_mode="floor") + 0.1 * q.floor(),
+    "constants": lambda s, b, h, q, k: s.sgn() * torch.maximum(s, s + s) + torch.ones(()).exp(),
+    "nothing": lambda s, b, h, q, k: torch.ones(()) / 3,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # log2 of 0 and below
+@pytest.mark.parametrize("name", UNLIKE_TRITON)
+def test_operations_of_torch_that_differ_in_triton(backend, name):
+    function, device = UNLIKE_TRITON[name], BACKENDS[backend]
+    score = sparseflash.ScoreFunction.from_torch(f"{name}, {backend}", function)
+    tensors = [x.to(device).requires_grad_() for x in torch.randn(3, 1, 1, 12, 8).unbind()]
+    double = [x.detach().double().requires_grad_() for x in tensors]
+    out = sparseflash.attention(*tensors, score=score, backend=backend)
+    pairs = [torch.arange(n, device=device) for n in (1, 1, 12, 12)]
+    pairs = [x.view([-1 if i == j else 1 for j in range(4)]) for i, x in enumerate(pairs)]
+    scores = double[0] @ double[1].mT / 8**0.5
+    expected = (scores * 0 + function(scores, *pairs)).softmax(-1) @ double[2]
+    torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
+    grads = zip(
+        torch.autograd.grad(out.square().sum(), tensors[:2]),
+        torch.autograd.grad(expected.square().sum(), double[:2]),
+        strict=True,
+    )
+    for grad, right in grads:
+        torch.testing.assert_close(grad.double(), right, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_derivative_is_that_of_autograd(dtype):
     score = torch.randn(2, 3, 20, 30, dtype=dtype, requires_grad=True)
@@ -336,6 +374,8 @@ def test_a_function_of_torch_in_inference_mode():
 TABLE = torch.ones(3)
 REFUSED = {
     "the operation erfinv is not translated": lambda s, *pair: torch.erfinv(s),
+    "a conversion to torch.float16 is not translated": lambda s, *pair: s.half().float(),
+    "a power of -1 is not translated": lambda s, batch, *pair: s * (-1) ** batch,
     "cannot be traced": lambda s, *pair: s if s > 0 else -s,
     "it may index only tensors that it gets": lambda s, batch, head, *pair: s + TABLE[head],
     "f must be of a floating-point dtype, got torch.bool": lambda s, *pair: s > 0,

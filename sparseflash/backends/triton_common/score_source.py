@@ -26,13 +26,14 @@ TENSORS = ("floats", "integers", "layout")
 # The expression in Triton for each operation of torch. {0}, {1}, ... are its arguments.
 EXPRESSIONS = {
     "add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})", "rsub": "({1} - {0})",
+    "div": "({0} / {1})",
     "neg": "(-{0})", "square": "({0} * {0})", "reciprocal": "(1.0 / {0})",
     "abs": "tl.abs({0})", "sgn": "sign({0})", "sign": "sign({0})",
     "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})", "log2": "tl.log2({0})",
     "sqrt": "tl.sqrt({0})", "rsqrt": "(1.0 / tl.sqrt({0}))", "sin": "tl.sin({0})",
     "cos": "tl.cos({0})", "erf": "tl.erf({0})", "floor": "tl.floor({0})", "ceil": "tl.ceil({0})",
     "sigmoid": "(1.0 / (1.0 + tl.exp(-({0}))))", "tanh": "tanh({0})",
-    "relu": "tl.maximum({0}, 0.0)", "maximum": "tl.maximum({0}, {1})",
+    "relu": "tl.maximum({0}, 0)", "maximum": "tl.maximum({0}, {1})",
     "minimum": "tl.minimum({0}, {1})", "clamp_min": "tl.maximum({0}, {1})",
     "clamp_max": "tl.minimum({0}, {1})", "where": "tl.where({0}, {1}, {2})",
     "masked_fill": "tl.where({1}, {2}, {0})", "floor_divide": "floor_divide({0}, {1})",
@@ -40,12 +41,20 @@ EXPRESSIONS = {
     "eq": "({0} == {1})", "ne": "({0} != {1})", "lt": "({0} < {1})", "le": "({0} <= {1})",
     "gt": "({0} > {1})", "ge": "({0} >= {1})",
     "bitwise_and": "({0} & {1})", "bitwise_or": "({0} | {1})", "bitwise_xor": "({0} ^ {1})",
-    "logical_and": "({0} & {1})", "logical_or": "({0} | {1})", "logical_xor": "({0} ^ {1})",
+    "logical_and": "(({0} != 0) & ({1} != 0))", "logical_or": "(({0} != 0) | ({1} != 0))",
+    "logical_xor": "(({0} != 0) ^ ({1} != 0))",
     "bitwise_not": "(~{0})", "logical_not": "({0} == 0)",
 }  # fmt: skip
+# The expressions that differ where the result is of integers, or of floating-point numbers.
+EXPRESSIONS_OF_INTEGERS = {
+    "sgn": "(({0} > 0).to(tl.int32) - ({0} < 0).to(tl.int32))", "floor": "{0}", "ceil": "{0}",
+}  # fmt: skip
+EXPRESSIONS_OF_INTEGERS["sign"] = EXPRESSIONS_OF_INTEGERS["sgn"]
+EXPRESSIONS_OF_FLOATS = {"floor_divide": "tl.floor(({0} - remainder({0}, {1})) / {1} + 0.5)"}
 OF_FLOATS = {"exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "sigmoid", "tanh"}
 READ = "_read"  # the function of sparseflash.score that reads an entry of a score tensor
-CONSTANTS = {"full_like": 1, "full": 1, "scalar_tensor": 0}  # index of the argument with the value
+# Index of the argument with the value; None for 0.
+CONSTANTS = {"full_like": 1, "full": 1, "scalar_tensor": 0, "_efficientzerotensor": None}
 TYPES = {
     torch.float32: "tl.float32", torch.float64: "tl.float32", torch.int64: "tl.int32",
     torch.int32: "tl.int32", torch.bool: "tl.int1",
@@ -61,6 +70,15 @@ def sign(x):
 def tanh(x):
     e = tl.exp(-2.0 * tl.abs(x))
     return sign(x) * ((1.0 - e) / (1.0 + e))
+
+
+@triton.jit
+def power(a, b):
+    """a to the power of b: of a negative a, NaN where b is no integer."""
+    half = b * 0.5
+    size = tl.where(b == 0.0, 1.0, tl.exp2(tl.log2(tl.abs(a)) * b))
+    signed = tl.where(tl.floor(half) == half, size, -size)
+    return tl.where(a < 0.0, tl.where(tl.floor(b) == b, signed, float("nan")), size)
 
 
 @triton.jit
@@ -153,6 +171,7 @@ class _Translated(NamedTuple):
 
 def _translated(traced: fx.GraphModule, tensors: Declared) -> _Translated:
     lines, names, of_score, results = [], {}, set(), ()
+    constants: dict[fx.Node, torch.Tensor] = {}
     kinds = ["floats" if kind is float else "integers" for kind, _ in tensors]
     placeholders = iter([*ARGUMENTS, *zip(kinds, _begins(tensors), strict=True)])
     for node in traced.graph.nodes:
@@ -160,18 +179,23 @@ def _translated(traced: fx.GraphModule, tensors: Declared) -> _Translated:
             names[node] = next(placeholders)
             of_score |= {node} if names[node] == "score" else set()
         elif node.op == "get_attr":
-            names[node] = _constant(getattr(traced, node.target), node.target)
-        elif node.op == "call_function" and getattr(node.target, "__name__", "") == READ:
-            names[node] = f"v{len(lines)}"
-            lines.append(f"{names[node]} = {_read(node, names)}")
-        elif node.op == "call_function" and _name_of(node.target) in CONSTANTS:
-            names[node] = _number(node)
-        elif node.op == "call_function":
-            names[node] = f"v{len(lines)}"
-            lines.append(f"{names[node]} = {_expression(node, names)}")
-            of_score |= {node} if of_score.intersection(node.all_input_nodes) else set()
+            constants[node] = _constant(getattr(traced, node.target))
         elif node.op == "output":
             results = node.args[0]
+        elif getattr(node.target, "__name__", "") == READ:
+            names[node] = f"v{len(lines)}"
+            lines.append(f"{names[node]} = {_read(node, names)}")
+        elif _name_of(node.target) in CONSTANTS:
+            constants[node] = _number(node)
+        elif node.all_input_nodes and constants.keys() >= {*node.all_input_nodes}:
+            constants[node] = node.target(*fx.map_arg(node.args, constants.get), **node.kwargs)
+        else:
+            names[node] = f"v{len(lines)}"
+            numbers = [constants[x].item() if x in constants else x for x in node.args]
+            lines.append(f"{names[node]} = {_expression(node, numbers, names)}")
+            of_score |= {node} if of_score.intersection(node.all_input_nodes) else set()
+        if node in constants:
+            names[node] = _argument(constants[node].item(), {})
     return _Translated(lines, names, of_score, results)
 
 
@@ -187,7 +211,7 @@ def _jit(name: str, function: str, source: str) -> Any:
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     space = {
         "__name__": f"sparseflash.score.{name}",
-        **{"tl": tl, "sign": sign, "tanh": tanh, "add_read": add_read},
+        **{"tl": tl, "sign": sign, "tanh": tanh, "power": power, "add_read": add_read},
         **{"remainder": remainder, "floor_divide": floor_divide, "nearest": nearest},
     }
     exec(compile(source, filename, "exec"), space)
@@ -219,15 +243,17 @@ def _offset(begin: int, indices: Iterable[str]) -> str:
     return f"(tl.load(layout + {begin}) + {offset})"
 
 
-def _expression(node: fx.Node, names: dict[fx.Node, str]) -> str:
-    arguments = [_argument(x, names) for x in node.args]
-    options = {name: x for name, x in node.kwargs.items() if x is not None}
+def _expression(node: fx.Node, values: list[Any], names: dict[fx.Node, str]) -> str:
+    """An operation on `values`: nodes, numbers or None."""
+    arguments = [_argument(x, names) for x in values]
+    options: dict[str, Any] = {name: x for name, x in node.kwargs.items() if x is not None}
     operation = _name_of(node.target)
-    if operation in OF_FLOATS and not _dtype_of(node.args[0]).is_floating_point:
+    if operation in OF_FLOATS and not _is_float(values[0]):
         arguments[0] = f"{arguments[0]}.to(tl.float32)"
     if operation == "_to_copy":
-        dtype = options.get("dtype")
-        return f"{arguments[0]}.to({TYPES[dtype]})" if dtype in TYPES else arguments[0]
+        if options.get("dtype") not in TYPES:
+            raise UntranslatableError(f"a conversion to {options.get('dtype')} is not translated")
+        return f"{arguments[0]}.to({TYPES[options['dtype']]})"
     if operation in ("add", "sub", "rsub") and "alpha" in options:
         scaled = 0 if operation == "rsub" else 1
         arguments[scaled] = f"({arguments[scaled]} * {options['alpha']!r})"
@@ -236,39 +262,70 @@ def _expression(node: fx.Node, names: dict[fx.Node, str]) -> str:
         least, most = options.get("min", bounds[0]), options.get("max", bounds[1])
         clamped = arguments[0] if least is None else f"tl.maximum({arguments[0]}, {least})"
         return clamped if most is None else f"tl.minimum({clamped}, {most})"
-    if operation == "div":
-        mode = options.get("rounding_mode")
-        if mode not in (None, "floor"):
+    if operation == "div" and "rounding_mode" in options:
+        if options["rounding_mode"] != "floor":
+            mode = options["rounding_mode"]
             raise UntranslatableError(f"division that rounds by {mode!r} is not translated")
-        form = "({0} / {1})" if mode is None else EXPRESSIONS["floor_divide"]
-        return form.format(*arguments)
+        operation = "floor_divide"
+    if _dtype_of(node) == torch.bool:
+        operation = {"add": "bitwise_or", "mul": "bitwise_and"}.get(operation, operation)
+    if not _is_float(node):
+        arguments = _widened(operation, values, arguments)
     if operation == "pow":
-        return _power(node, arguments)
+        return _power(values, arguments)
+    own = EXPRESSIONS_OF_FLOATS if _is_float(node) else EXPRESSIONS_OF_INTEGERS
     if operation not in EXPRESSIONS:
         raise UntranslatableError(f"the operation {operation} is not translated to Triton")
-    return EXPRESSIONS[operation].format(*arguments)
+    return own.get(operation, EXPRESSIONS[operation]).format(*arguments)
 
 
-def _number(node: fx.Node) -> str:
-    number: Any = node.args[CONSTANTS[_name_of(node.target)]]
-    return _argument(float(number) if _dtype_of(node).is_floating_point else number, {})
+def _widened(operation: str, values: list[Any], arguments: list[str]) -> list[str]:
+    """The arguments, as integers of 64 bits if 32 may be too few for a product or a number."""
+    largest = max((abs(x) for x in values if isinstance(x, int)), default=2**7)
+    grows = operation in ("square", "pow") or (operation == "mul" and largest >= 2**7)
+    if largest < 2**31 and not grows:
+        return arguments
+    pairs = zip(arguments, values, strict=True)
+    return [
+        f"{argument}.to(tl.int64)" if isinstance(x, fx.Node) and not _is_float(x) else argument
+        for argument, x in pairs
+    ]
+
+
+def _number(node: fx.Node) -> torch.Tensor:
+    """The constant that a node of CONSTANTS makes."""
+    at: Any = CONSTANTS[_name_of(node.target)]
+    number: Any = 0 if at is None else node.args[at]
+    return torch.tensor(number, dtype=_dtype_of(node), device="cpu")
 
 
 def _dtype_of(node: Any) -> torch.dtype:
     return node.meta["tensor_meta"].dtype
 
 
-def _power(node: fx.Node, arguments: list[str]) -> str:
-    base: Any = node.args[0]
-    exponent: Any = node.args[1]
+def _is_float(x: Any) -> bool:
+    return _dtype_of(x).is_floating_point if isinstance(x, fx.Node) else isinstance(x, float)
+
+
+def _power(values: list[Any], arguments: list[str]) -> str:
+    base, exponent = values
     if not isinstance(exponent, fx.Node) and float(exponent) in range(-8, 9):
         product = " * ".join([arguments[0]] * abs(int(exponent))) or "1.0"
         return f"({product})" if exponent >= 0 else f"(1.0 / ({product}))"
+    if isinstance(base, fx.Node) and not _is_float(base):
+        arguments[0] = f"{arguments[0]}.to(tl.float32)"
     if exponent == 0.5:
         return f"tl.sqrt({arguments[0]})"
-    if isinstance(base, (int, float)) and base > 0:
-        return f"tl.exp2({arguments[1]} * {math.log2(base)!r})"
-    return f"tl.exp2(tl.log2({arguments[0]}) * {arguments[1]})"
+    if isinstance(base, fx.Node) and isinstance(exponent, fx.Node):
+        return f"power({arguments[0]}, {arguments[1]}.to(tl.float32))"
+    if isinstance(base, fx.Node) and float(exponent).is_integer():
+        sign = f"sign({arguments[0]})" if float(exponent) % 2 else "1.0"
+        return f"({sign} * tl.exp2(tl.log2(tl.abs({arguments[0]})) * {exponent}))"
+    if isinstance(base, fx.Node):
+        return f"tl.exp2(tl.log2({arguments[0]}) * {arguments[1]})"
+    if base <= 0:
+        raise UntranslatableError(f"a power of {base} is not translated")
+    return f"tl.exp2({arguments[1]} * {math.log2(base)!r})"
 
 
 def _argument(x: Any, names: dict[fx.Node, str]) -> str:
@@ -279,13 +336,13 @@ def _argument(x: Any, names: dict[fx.Node, str]) -> str:
     return repr(x)
 
 
-def _constant(value: Any, name: str) -> str:
+def _constant(value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise UntranslatableError(
             f"a tensor with more than one element must be a score tensor, got {got}"
         )
-    return _argument(value.item(), {})
+    return value.reshape(())
 
 
 def _name_of(target: Any) -> str:
