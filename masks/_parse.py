@@ -93,8 +93,7 @@ def _evaluate(node: ast.expr) -> Pattern:
                 name, *map(_literal, args), **{str(k.arg): _literal(k.value) for k in keywords}
             )
     raise ValueError(
-        f"pattern {shortened(ast.unparse(node))} must be built of {sorted(_makers())} with "
-        "& | ^ - ~"
+        f"{shortened(ast.unparse(node))} must be built of {sorted(_makers())} with & | ^ - ~"
     )
 
 

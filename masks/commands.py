@@ -42,7 +42,8 @@ class DrawByDefault(TyperGroup):
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         known = {*self.commands, *ctx.help_option_names}
-        return super().parse_args(ctx, args if args and args[0] in known else [DEFAULT, *args])
+        args = args or ["--help"]
+        return super().parse_args(ctx, args if args[0] in known else [DEFAULT, *args])
 
 
 def read_size(option: str, text: str) -> int | tuple[int, int]:
@@ -180,7 +181,7 @@ def gallery(
         str, typer.Option(help="Length in tokens for patterns from --module.")
     ] = "4096",
     block_size: BlockSize = "128",
-    only: Annotated[bool, typer.Option(help="Leave out the built-in patterns.")] = False,
+    only: Annotated[bool, typer.Option("--only", help="Leave out the built-in patterns.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write an HTML page with the built-in patterns and those of your own files."""

@@ -124,7 +124,7 @@ def _draw(axes, mask: BlockMask, head: int) -> None:
     cells = cell_density(mask, MAX_CELLS, head)
     look = {"cmap": "Blues", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
     axes.imshow(shades(cells).numpy(), extent=extent(mask, cells), **look)
-    axes.spines[:].set_position(("outward", 2))  # points: it hides no cell of the first tokens
+    axes.spines[:].set(zorder=-1, color="lightgrey")  # it hides no cell of the first tokens
     label(axes, mask)
 
 

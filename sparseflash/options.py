@@ -13,6 +13,7 @@ from sparseflash.dropout import threshold
 from sparseflash.score import ScoreFunction, find_score_function
 
 PRECISIONS = ("ieee", "tf32")
+OF_TORCH = {"attn_mask", "block_mask", "is_causal"}  # its names of what `mask` says here
 
 
 class OptionKeywords(TypedDict, total=False):
@@ -76,7 +77,9 @@ class AttentionOptions:
     def __new__(cls, **options: Any) -> "AttentionOptions":
         if unknown := options.keys() - cls.__dataclass_fields__.keys():
             known = ", ".join(cls.__dataclass_fields__)
-            raise TypeError(f"options must be some of {known}, got {', '.join(sorted(unknown))}")
+            hint = "; give the mask as mask, such as masks.causal()" if unknown & OF_TORCH else ""
+            found = ", ".join(sorted(unknown))
+            raise TypeError(f"options must be some of {known}, got {found}{hint}")
         return object.__new__(cls)
 
     def __post_init__(self) -> None:

@@ -30,6 +30,10 @@ def invoke(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+def test_no_arguments_print_the_help():
+    assert invoke().output == invoke("--help").output
+
+
 def test_reach_prints_layers_and_what_is_out_of_reach():
     result = invoke("reach", "butterfly", "--seq-len", 1024, "--block-size", 64)
     assert result.exit_code == 0, result.output

@@ -59,6 +59,7 @@ def test_equal_options_are_one_key():
         ({"deterministic": 1}, TypeError, "deterministic must be a bool, got 1"),
         ({"backend": None}, TypeError, "backend must be 'auto' or the name of a backend"),
         ({"scal": 1.0}, TypeError, "options must be some of scale, softcap, .*backend, got scal$"),
+        ({"is_causal": True}, TypeError, r"got is_causal; give the mask as mask, .*causal\(\)$"),
     ],
 )
 def test_what_is_wrong_is_named(option, error, message):
