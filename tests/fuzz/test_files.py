@@ -143,7 +143,7 @@ def damaged_tensors(rng: random.Random, data: bytes, metadata: dict[str, str]) -
     return file_of(*parts_of(changed))
 
 
-@pytest.fixture(params=[60, pytest.param(7000, marks=pytest.mark.slow)])
+@pytest.fixture(params=[60, pytest.param(2000, marks=pytest.mark.slow)])
 def cases(request) -> int:
     return request.param
 

@@ -249,7 +249,7 @@ def test_tokens_that_16_bits_do_not_hold(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 5000, 250))
+@pytest.mark.parametrize("first", range(0, 1000, 250))
 def test_many_random_rules_are_those_of_every_pair(first, monkeypatch):
     start = random.randrange(2**40)
     print("first seed", start)

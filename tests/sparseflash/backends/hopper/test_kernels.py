@@ -18,15 +18,16 @@ EVERY = (
 )
 FULL, PLAIN, OPTIONS, CHANGED, READING = EVERY
 # Width of tiles of queries and keys, of values; block. Of each, which calls are compiled: plain
-# ones of all widths, what is rarer in blocks of both sizes and at two widths.
+# ones of all widths, what is rarer in blocks of both sizes and at two widths. Tiles as wide as the
+# wider of both take more of everything.
 SIZES = {
     (64, 64, 128): (PLAIN, OPTIONS, READING),
     (128, 128, 128): (FULL, PLAIN, OPTIONS),
     (256, 256, 128): (PLAIN, OPTIONS, CHANGED),
     (64, 64, 64): (FULL, PLAIN, OPTIONS, CHANGED),
     (128, 128, 64): (PLAIN, OPTIONS, READING),
-    (256, 128, 128): (OPTIONS,),
-    (64, 128, 128): (OPTIONS,),
+    (256, 128, 128): (PLAIN,),
+    (64, 128, 128): (FULL,),
     (128, 64, 64): (OPTIONS,),
     (128, 64, 128): (FULL,),
     (64, 128, 64): (FULL,),
