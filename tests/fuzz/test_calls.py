@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.gpu] if HAS_GPU else []  # so that -m gpu has them the
 CASES = (
     {"triton": (100, 1000), "hopper": (100, 1000)}
     if HAS_GPU
-    else {"cpu": (20, 150), "triton": (1, 2)}
+    else {"cpu": (20, 75), "triton": (1, 2)}
 )
 # Those that a kernel is compiled for: few, as compilation takes longer than many cases.
 SHAPES = [(16, (16, 16)), (40, (32, 64))]

@@ -138,11 +138,12 @@ def first_choices(architecture: int, every: bool = False):
             if every or column < ON_BOTH or (row + column + architecture // 10) % 2:
                 yield which, dtype, head_dim, best(which, dtype, head_dim), options
     sums = ("ds_sums", torch.bfloat16, 64, best("dq", torch.bfloat16, 64))
-    yield *sums, {"bias": True}
-    yield *sums, {"bias": True, "positions": True}
     reads = {"score": READING.name, "differentiates_score_tensors": True}
-    yield *sums, {**reads, "deterministic": False}
-    yield *sums, {**reads, "softcap": 20.0}
+    choices = ({"bias": True}, {**reads, "deterministic": False})
+    choices += ({"bias": True, "positions": True}, {**reads, "softcap": 20.0})
+    for row, options in enumerate(choices):
+        if every or (row + architecture // 10) % 2:
+            yield *sums, options
 
 
 def every_choice(architecture: int):

@@ -170,6 +170,7 @@ def of_rank(rank: int, arguments: list[str]) -> str:
     """What a run prints on one of four processes that have met."""
     with (
         patch.dict(os.environ, {"WORLD_SIZE": "4", "RANK": str(rank)}),
+        patch.object(measurement, "MAX_RUNS", 2),
         patch.object(measurement, "start", return_value=torch.device("cpu")),
         patch.object(dist, "destroy_process_group"),
     ):
