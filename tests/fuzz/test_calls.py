@@ -32,7 +32,7 @@ LONGEST = 4097 if HAS_GPU else 70
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []  # so that -m gpu has them there
 # Cases of every combination of a backend, a shape and a dtype: in a short run and in a long one.
 CASES = (
-    {"triton": (100, 1000), "hopper": (100, 1000)}
+    {"triton": (20, 200), "hopper": (20, 200)}
     if HAS_GPU
     else {"cpu": (20, 75), "triton": (1, 2)}
 )
