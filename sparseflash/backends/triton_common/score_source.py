@@ -309,18 +309,19 @@ def _is_float(x: Any) -> bool:
 
 def _power(values: list[Any], arguments: list[str]) -> str:
     base, exponent = values
-    if not isinstance(exponent, fx.Node) and float(exponent) in range(-8, 9):
-        product = " * ".join([arguments[0]] * abs(int(exponent))) or "1.0"
-        return f"({product})" if exponent >= 0 else f"(1.0 / ({product}))"
+    number = None if isinstance(exponent, fx.Node) else float(exponent)
+    if number is not None and number in range(-8, 9):
+        product = " * ".join([arguments[0]] * abs(int(number))) or "1.0"
+        return f"({product})" if number >= 0 else f"(1.0 / ({product}))"
     if isinstance(base, fx.Node) and not _is_float(base):
         arguments[0] = f"{arguments[0]}.to(tl.float32)"
-    if exponent == 0.5:
+    if number == 0.5:
         return f"tl.sqrt({arguments[0]})"
-    if isinstance(base, fx.Node) and isinstance(exponent, fx.Node):
+    if isinstance(base, fx.Node) and number is None:
         return f"power({arguments[0]}, {arguments[1]}.to(tl.float32))"
-    if isinstance(base, fx.Node) and float(exponent).is_integer():
-        sign = f"sign({arguments[0]})" if float(exponent) % 2 else "1.0"
-        return f"({sign} * tl.exp2(tl.log2(tl.abs({arguments[0]})) * {exponent}))"
+    if isinstance(base, fx.Node) and number is not None and number.is_integer():
+        sign = f"sign({arguments[0]})" if number % 2 else "1.0"
+        return f"({sign} * tl.exp2(tl.log2(tl.abs({arguments[0]})) * {number}))"
     if isinstance(base, fx.Node):
         return f"tl.exp2(tl.log2({arguments[0]}) * {arguments[1]})"
     if base <= 0:
