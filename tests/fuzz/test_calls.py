@@ -32,9 +32,7 @@ LONGEST = 4097 if HAS_GPU else 70
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []  # so that -m gpu has them there
 # Cases of every combination of a backend, a shape and a dtype: in a short run and in a long one.
 CASES = (
-    {"triton": (20, 200), "hopper": (20, 200)}
-    if HAS_GPU
-    else {"cpu": (20, 75), "triton": (1, 2)}
+    {"triton": (20, 200), "hopper": (20, 200)} if HAS_GPU else {"cpu": (20, 75), "triton": (1, 2)}
 )
 # Those that a kernel is compiled for: few, as compilation takes longer than many cases.
 SHAPES = [(16, (16, 16)), (40, (32, 64))]
