@@ -1,1 +1,1 @@
-"""Experiments: what the library reaches on real hardware, each measured by one command."""
+"""Experiments: commands that measure the library on real hardware."""

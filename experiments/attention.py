@@ -1,8 +1,8 @@
-"""Every attention that is compared, by name or as a pattern.
+"""All implementations of attention that are compared, by name or as a pattern.
 
-An attention function takes (query, key, value, keys, dropout_p) -> out: query, key, value, out are
-(batch, heads, seq_len, head_dim). keys says which keys are attended: int (batch,), those before a
-length; bool (batch, seq_len), those that are True; or None, all.
+An attention function takes (query, key, value, keys, dropout_p) and returns out. query, key, value
+and out are (batch, heads, seq_len, head_dim). `keys` selects the keys that are attended: int
+(batch,), the number of keys; bool (batch, seq_len), true for these keys; or None for all.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Sparseflash and its baselines, each as a function (query, key, value) -> out."""
+"""sparseflash and its baselines, each as a function (query, key, value) -> out."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -3,12 +3,12 @@
     python -m experiments.bench speedup
     python -m experiments.bench dense sparse
 
-`speedup` measures patterns over densities, and a few patterns over lengths, on any device;
-`landscape` every implementation over lengths, approximations too, each up to its limit of memory
-or time, and the parts of standard attention. The other suites measure fixed problems on a GPU,
-beside the roofline of the device: a matrix product and a copy in the same run. Every result but an
-approximation is checked against float64 before it is timed. A suite prints tables and writes a
-JSON file, with the environment of the run, and pictures.
+`speedup` measures patterns over densities, and a few patterns over lengths, on any device.
+`landscape` measures all implementations over lengths, including approximations, each up to its
+limit of memory or time, and the parts of standard attention. The other suites measure fixed
+problems on a GPU, and its roofline: a matrix product and a copy in the same run. Every result,
+except those of approximations, is checked against float64 before it is timed. A suite prints
+tables, and writes a JSON file with the environment of the run, and pictures.
 `docs/benchmark-columns.md` explains the columns.
 """
 

@@ -1,8 +1,8 @@
-"""No time is taken of a wrong result: outputs and gradients against float64 standard attention on
-a sample of rows.
+"""Checks outputs and gradients against float64 standard attention on a sample of query rows.
 
-The gradient that goes into the backward pass is zero outside the sampled query rows. So the rows
-alone determine all of dK and dV, and the reference stays O(rows x keys) at any sequence length.
+Only checked results are timed. The gradient that goes into the backward pass is zero outside of
+the sampled query rows. So these rows alone determine all of dK and dV, and the reference takes
+O(rows x keys) at any sequence length.
 """
 
 from collections.abc import Callable, Sequence

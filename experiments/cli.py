@@ -1,6 +1,6 @@
-"""What the command lines share: choices, parsers, and where results go.
+"""Shared parts of the command lines: choices, parsers, and the folder of results.
 
-Nothing here imports torch before it is needed, so that `--help` is quick.
+This module imports torch only where it is needed, so that `--help` is quick.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""JSON files that are replaced atomically; what runs share that are gathered into one."""
+"""JSON files that are replaced atomically, and the common properties of several runs."""
 
 import json
 import re

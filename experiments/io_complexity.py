@@ -1,19 +1,18 @@
-"""The theory of FlashAttention, predicted and measured: Figure 2 of its paper, and growth with N.
+"""The IO complexity of FlashAttention, predicted and measured: Figure 2 of the paper, and growth.
 
     python -m experiments.io_complexity
 
-predicts by `sparseflash.io_model` the FLOPs, the bytes of device memory and the time of
+predicts with `sparseflash.io_model` the FLOPs, the bytes of device memory and the time of
 
 - left: standard attention and FlashAttention, forward and backward;
 - middle: block-sparse attention of one density in blocks of 64 to 512 tokens;
 - right: block-sparse attention at densities from 1 to 1/32;
 - scaling: strided masks of s = (N / B)^(-1/2) and butterflies of s = log(N / B) / (N / B) in
-  blocks of B tokens, from 1K to 256K tokens,
+  blocks of B tokens, from 1K to 256K tokens.
 
-prints the predictions, and then, where there is a GPU, measures: results are checked, times taken
-as `experiments.bench` does, and bytes read from the hardware counters by Nsight Compute (`ncu`).
-It writes io-complexity-<device>.json and pictures. On a CPU the predictions and pictures stand
-alone.
+It prints the predictions. If there is a GPU, it then measures: results are checked, times are
+taken as in `experiments.bench`, and bytes are read from the hardware counters by Nsight Compute
+(`ncu`). It writes io-complexity-<device>.json and pictures. On a CPU these have only predictions.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Tables of Markdown, and pages in which they are written anew from records."""
+"""Tables in Markdown, and pages whose tables are replaced from records."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Measures one case: implementations are checked, timed alternately, and their memory measured."""
+"""Measures one case: checks implementations, times them alternately, and measures their memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""How much memory a call takes: the most bytes of tensors alive at once beyond those before it."""
+"""The memory of a call: the largest amount allocated during it, minus the amount before it."""
 
 import os
 from collections.abc import Callable

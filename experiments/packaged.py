@@ -1,6 +1,6 @@
-"""Approximate attention layers, with projections of their own; and windows of other packages.
+"""Approximate attention layers with their own projections, and windows of other packages.
 
-All but SMYRF are of other packages: `pip install 'sparseflash[lra-peers]'`.
+All except SMYRF are from other packages: `pip install 'sparseflash[lra-peers]'`.
 """
 
 from collections.abc import Callable

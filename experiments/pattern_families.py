@@ -1,4 +1,4 @@
-"""Families of patterns with one parameter: of each, the masks nearest to requested densities."""
+"""Families of patterns with one parameter, and their masks closest to requested densities."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What the pictures of all records have in common."""
+"""Shared parts of the pictures of all records."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Files in pieces of a limited size, each with a hash: for ways that carry small files only.
+"""Splits files into pieces of a limited size, each with a hash, for transfer of small files only.
 
-A piece is one line of JSON (number, count, SHA-256 of its content and of the whole), then its part
+A piece is a line of JSON (number, count, SHA-256 of its content and of the whole), then its part
 of a tar archive.
 """
 

@@ -1,4 +1,4 @@
-"""The record of a run of measurements: rows, and the JSON file that keeps them."""
+"""The record of a run of measurements: its rows, and the JSON file in which they are stored."""
 
 import json
 import math

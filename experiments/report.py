@@ -1,4 +1,4 @@
-"""A record as tables and pictures, or two records compared.
+"""Prints a record as tables and pictures, or compares two records.
 
     python -m experiments.report experiments/results/speedup-nvidia-h200.json
     python -m experiments.report before.json after.json

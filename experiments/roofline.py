@@ -1,4 +1,4 @@
-"""The roofline of a GPU: what no kernel can pass, measured in the run whose figures they bound."""
+"""The roofline of a GPU, an upper bound of all kernels, measured in the same run as they are."""
 
 import torch
 

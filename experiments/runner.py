@@ -1,4 +1,4 @@
-"""Runs the cases of a suite into a record that an interrupted run can go on with."""
+"""Runs the cases of a suite and stores them in a record; an interrupted run can be resumed."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What is measured and how, as records keep it; and the defaults of each device."""
+"""The settings of a measurement, as records store them, and the defaults of each device."""
 
 from dataclasses import dataclass, field
 from typing import Any

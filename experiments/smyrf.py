@@ -1,8 +1,8 @@
 """SMYRF: attention inside clusters of equal size, found by asymmetric hashing.
 
-Queries and keys are embedded so that their distance falls as their product rises, hashed by random
-projections, sorted by hash, and cut into clusters; several rounds are combined by how much of the
-softmax each one saw.
+Queries and keys are embedded such that their distance falls as their product rises. They are
+hashed by random projections, sorted by hash, and cut into clusters. Several rounds are averaged,
+weighted by the share of the softmax that each covers.
 
 Reference:
     Daras, Kitaev, Odena, Dimakis 2020, SMYRF: Efficient attention using asymmetric clustering.

@@ -1,4 +1,4 @@
-"""How much faster attention gets as the density s of its mask falls, forward and backward.
+"""The speed-up of attention as the density s of its mask falls, forward and backward.
 
     python -m experiments.speedup
 

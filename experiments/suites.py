@@ -1,4 +1,4 @@
-"""The named suites of the benchmark: what each measures, and which baselines it has."""
+"""The named suites of the benchmark, with their problems and baselines."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace

@@ -1,4 +1,4 @@
-"""How long a call takes: the median of many runs, and its spread."""
+"""The time of a call: the median of many runs, and its spread."""
 
 import gc
 import math

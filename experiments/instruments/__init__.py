@@ -1,9 +1,9 @@
-"""Instruments: commands that measure one side of the kernels each.
+"""Instruments: commands that each measure one property of the kernels.
 
     python -m experiments.instruments.NAME --help
 
-says what `counters`, `power`, `host_time` and `tune` need and print. What they share: each
-measures rows, saves them after every problem as JSON beside the environment, and prints a table.
+explains `counters`, `power`, `host_time` and `tune`. Each of them measures rows, saves them after
+every problem as JSON with the environment, and prints a table.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,10 +1,10 @@
-"""What binds the kernels: how busy they keep the parts of a GPU, by its hardware counters.
+"""Hardware counters: which units of a GPU the kernels keep busy.
 
     python -m experiments.instruments.counters --baselines cudnn,flash4
 
 runs the forward and the backward pass of a few problems under Nsight Compute (`ncu`, part of
-CUDA), prints a table and writes counters-<gpu>.json, after every problem what is known so far. A
-share is that of the most that a part can do in the time of the kernel. The clock is left as it is:
+CUDA), prints a table and writes counters-<gpu>.json after every problem. A share is the work of a
+unit over the most that it can do in the time of the kernel. The clock is not changed:
 implementations are compared by cycles, which do not depend on it.
 """
 

@@ -1,20 +1,18 @@
-"""The host time of `sparseflash.attention`, forward and backward, and what of it is ours.
+"""The host time of `sparseflash.attention`, forward and backward, and the part that is ours.
 
     python -m experiments.instruments.host_time
 
-Calls with a compiled mask, on tensors so small that the device waits for the host, are timed back
-to back in short runs: the fastest run is the host time of a call, since whatever else the host
-does can only add to it; the median, which shows how much it did, is recorded beside it. What is
-left of that time is ours after two parts are taken off:
+Calls with a compiled mask and tensors so small that the device waits for the host are timed back
+to back in short runs. The fastest run is the host time of a call, because other work of the host
+can only add to it. The median is recorded too. Two parts are subtracted; the rest is our own time:
 
-- launches: as many bare launches as the call makes; a bare launch is that of an empty kernel,
-  which torch launches without dispatch. On a CPU the host runs the kernels itself: there it is the
-  time of the backend alone.
+- launches: as many bare launches as the call makes. A bare launch is one of an empty kernel, which
+  torch launches without dispatch. On a CPU, where the host runs the kernels, it is the time of the
+  backend.
 - torch: the same pass through a `torch.autograd.Function` that does nothing, with as many inputs,
-  outputs, saved tensors and gradients. On a GPU torch runs every backward pass in a thread of its
-  own.
+  outputs, saved tensors and gradients. On a GPU, torch runs every backward pass in another thread.
 
-The table goes to host-time-<device>.json.
+The table is written to host-time-<device>.json.
 """
 
 import statistics

@@ -1,12 +1,12 @@
-"""Whether power binds: what implementations draw, and the clock that this leaves them.
+"""The power that implementations draw, and the clock at which the GPU then runs.
 
     python -m experiments.instruments.power
 
-A GPU that would draw more power than it may lowers its clock; then a kernel gains by what spends
-less energy, and not by what fills gaps of time. Each pass of each implementation is timed rested,
-in bursts after a pause, and sustained, without a pause for some seconds, while `nvidia-smi` (part
-of the driver) reads the clock, the power and whether power holds the clock down. The table goes to
-power-<gpu>.json, after every problem what is known so far.
+A GPU lowers its clock if it would exceed its power limit. Then a kernel gets faster by using less
+energy, not by filling idle time. Each pass of each implementation is timed rested, in bursts after
+a pause, and sustained, without a pause for some seconds. Meanwhile `nvidia-smi` (part of the
+driver) reads the clock, the power and whether power limits the clock. The table is written to
+power-<gpu>.json after every problem.
 """
 
 import re

@@ -1,12 +1,12 @@
-"""The fastest launch configurations of the triton backend on this GPU.
+"""Finds the fastest launch configurations of the backend triton on this GPU.
 
     python -m experiments.instruments.tune --head-dim 128 --block-size 128
 
-times every configuration that fits the device for the forward pass, dQ, dK with dV, and a step of
-decoding, on a full mask and on a random one of density 1/16, and prints the fastest by their
-geometric mean. A result is compared with that of the configuration in use before it is timed. All
-times go to tune-<gpu>.json, into which later runs with other settings merge. The configurations
-in `sparseflash/backends/triton/configs.py` are written by hand from it.
+times every configuration that fits the device for the forward pass, dQ, dK with dV, and a decoding
+step, on a full mask and on a random mask of density 1/16. It prints the configurations with the
+least geometric mean of these times. Each result is compared with that of the current configuration
+before it is timed. All times are written to tune-<gpu>.json; later runs with other settings add to
+it. The configurations in `sparseflash/backends/triton/configs.py` are copied from it by hand.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Launch configurations of the triton backend, measured: see `tune`."""
+"""Measures launch configurations of the backend triton: see `tune`."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""Books as bytes, built from a folder of text and split by book."""
+"""Datasets of books as bytes, built from a folder of text files and split by book."""
 
 import hashlib
 import json

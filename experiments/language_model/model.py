@@ -1,4 +1,4 @@
-"""A decoder of the shape of GPT-2, whose attention is chosen by layer and head."""
+"""A decoder with the shape of GPT-2, whose attention is selected for each layer and head."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

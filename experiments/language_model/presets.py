@@ -1,4 +1,4 @@
-"""Sizes and contexts, by name."""
+"""Model sizes and contexts by name."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Trained runs gathered into one record, its picture and its table."""
+"""Collects trained runs in one record, with its picture and its table."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Books as tokens of more than a byte: a tokenizer trained on the train split, and its tokens."""
+"""Tokenizes books: a tokenizer that is trained on the train split, and its tokens."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice

@@ -1,4 +1,4 @@
-"""Training in parts that end at a time, go on exactly, and travel in pieces."""
+"""Training that can be interrupted, resumed exactly, and moved to another machine."""
 
 import json
 import time

@@ -1,1 +1,1 @@
-"""Sequences that several ranks share: scaling, and training of a small language model."""
+"""Context parallelism: scaling over ranks, and training of a small language model."""

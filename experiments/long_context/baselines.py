@@ -1,4 +1,4 @@
-"""What a context plan is compared with, on the same kernels: an all-gather and a ring."""
+"""Baselines of context plans with the same kernels: an all-gather and a ring."""
 
 from functools import cached_property
 from typing import cast

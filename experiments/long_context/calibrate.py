@@ -1,12 +1,13 @@
-"""The rates of a machine, fitted to measured scaling, and their error on patterns left out.
+"""Fits the rates of a machine to measured scaling, and reports the error on left-out patterns.
 
     python -m experiments.long_context.calibrate results/long-context-*-2-nvidia-h200.json
 
-reads what `experiments.long_context.scaling` wrote, and finds the rates by which the model of time
-of `sparseflash.distributed.simulation` is nearest to the times of the plans: least squares of the
-logarithms of both passes and of the forward pass. Each pattern is also left out of a fit of its
-own and predicted by it: that is the error that is shown, predicted over measured less 1. The rates
-and all errors go to long-context-machine-<device>.json, which `scaling` and `simulate` take as
+reads records of `experiments.long_context.scaling`, and finds the rates for which the time model
+of `sparseflash.distributed.simulation` is closest to the measured times: least squares of the
+logarithms of the times of both passes and of the forward pass. For the error, each pattern is
+predicted by a fit without it; the error is predicted over measured time, minus 1. The rates and
+all errors are written to long-context-machine-<device>.json, which `scaling` and `simulate` take
+as
 --machine.
 """
 

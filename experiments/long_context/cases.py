@@ -1,4 +1,4 @@
-"""What scaling measures: masks, sizes and plans, and what the model of time says of each."""
+"""The cases of scaling: masks, sizes and plans, with their predicted times."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the commands of this folder choose from; it imports no torch, so that help is quick."""
+"""Choices of the commands of this folder. It does not import torch, so that `--help` is quick."""
 
 from dataclasses import dataclass
 from enum import StrEnum

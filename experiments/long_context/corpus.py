@@ -1,7 +1,7 @@
-"""Sequences whose tokens depend on others far away: a copy, a retrieval, or the bytes of a text.
+"""Sequences whose tokens depend on tokens far away: a copy, a retrieval, or the bytes of a text.
 
-A sample depends on the seed and on its number alone, so a run that goes on reads what it would
-have read. Labels are those of the next token, IGNORED where nothing is asked.
+A sample depends only on the seed and its number, so a resumed run reads the samples that it would
+have read. Labels are the next tokens, or IGNORED where the loss does not count.
 """
 
 from dataclasses import dataclass

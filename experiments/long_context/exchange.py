@@ -1,4 +1,4 @@
-"""Runs in which ranks exchange nothing, and runs in which what they exchange is counted."""
+"""Runs without exchanges between ranks, and runs in which exchanged bytes are counted."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,7 @@
-"""The same training as `train`, by Lightning's loop: its Trainer, callbacks and checkpoints.
+"""The training of `train` with Lightning: its Trainer, callbacks and checkpoints.
 
-Lightning's ModelParallelStrategy makes the mesh; its second dimension shares the sequence here.
-Checkpoints are sharded, and a run goes on from the last one in its folder.
+ModelParallelStrategy of Lightning makes the mesh, and its second dimension shares the sequence.
+Checkpoints are sharded, and a run resumes from the last one in its folder.
 """
 
 import os

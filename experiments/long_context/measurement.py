@@ -1,4 +1,4 @@
-"""Attention by plans and by other ways, measured on the ranks of a case: see `scaling`."""
+"""Measures attention with plans and baselines on the ranks of a case: see `scaling`."""
 
 import os
 import statistics

@@ -1,4 +1,4 @@
-"""A small causal language model whose attention is given to it."""
+"""A small causal language model that takes its attention function as an argument."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,7 @@
 """The picture of a record of scaling: a column for each pattern, a row for each figure.
 
-Received are the most megabytes of a rank in a forward pass; exposed milliseconds and peak memory
-are those of both passes.
+"Received" is the largest number of megabytes of a rank in a forward pass. Exposed milliseconds and
+peak memory are those of both passes.
 
 python -m experiments.long_context.plots results/long-context-weak-2-nvidia-h200.json
 """

@@ -1,22 +1,22 @@
-"""Weak and strong scaling of attention over a sequence that ranks share.
+"""Weak and strong scaling of context-parallel attention.
 
     torchrun --nproc-per-node 2 -m experiments.long_context.scaling weak
     torchrun --nproc-per-node 2 -m experiments.long_context.scaling strong
     python -m experiments.long_context.scaling weak --dry-run --ranks 8
 
-Measured on 1, 2, 4, ... of the processes, forward and forward with backward, planned from the mask
-and beside it an all-gather and a ring with the same kernels. Before a case is timed, its output
-and gradients are compared with those of the all-gather. On CPUs it runs over gloo, at small sizes.
+It measures 1, 2, 4, ... of the processes, forward and forward with backward: context plans, and an
+all-gather and a ring with the same kernels. Before a case is timed, its output and gradients are
+compared with those of the all-gather. On CPUs it uses gloo and small sizes.
 
-- What the model of time predicts of every plan is in the record before anything is measured.
-  --machine gives it the rates that `experiments.long_context.calibrate` found in other records.
-  --dry-run plans and predicts, and measures nothing: it needs no other process.
-- A time is the median over runs of the slowest rank; ranks start each run together.
-- Exposed communication is the time less that of the same run in which nothing is exchanged.
-- Weak efficiency compares the useful FLOP/s of a rank with those of one rank alone: of most
-  patterns the work of a token grows with the sequence.
+- The record has the predicted times of every plan before anything is measured. --machine sets the
+  rates of the prediction, which `experiments.long_context.calibrate` fits to other records. With
+  --dry-run it only plans and predicts, and needs no other process.
+- A time is the median over runs of the slowest rank. Ranks start each run at the same time.
+- Exposed communication is the time minus the time of the same run without exchanges.
+- Weak efficiency compares the useful FLOP/s of a rank with those of a single rank, because with
+  most patterns the work of a token grows with the sequence.
 
-The rows go to long-context-KIND-RANKS-<device>.json, and pictures beside it.
+It writes long-context-KIND-RANKS-<device>.json and pictures.
 """
 
 import os

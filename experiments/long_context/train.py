@@ -1,12 +1,13 @@
-"""Trains a small language model on sequences that ranks share, with sharded parameters.
+"""Trains a small language model with context parallelism and sharded parameters.
 
     torchrun --nproc-per-node 2 -m experiments.long_context.train --tokens 131072 --context 2
 
-Ranks form a mesh (data, context): those of one row share their sequences by a context plan, rows
-read different ones, and parameters are sharded over all (FSDP2). Losses and gradients are those
-of one process with the whole batch. A run saves sharded checkpoints, and the same command goes on
-from the last one, exactly, also on another number of ranks but for rounding. `--lightning` trains
-the same model on the same samples by Lightning's loop, with its checkpoints.
+Ranks form a mesh (data, context). The ranks of a row share their sequences by a context plan, rows
+read different sequences, and parameters are sharded over all ranks (FSDP2). Losses and gradients
+are those of one process with the whole batch. A run saves sharded checkpoints. The same command
+resumes from the last one, exactly on as many ranks, up to rounding on another number of ranks.
+`--lightning` trains the same model on the same samples with the training loop and checkpoints of
+Lightning.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A language model on sequences that ranks share, trained, saved and resumed: see `train`."""
+"""Training, saving and resuming a language model with context parallelism: see `train`."""
 
 import os
 import time

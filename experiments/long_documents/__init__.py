@@ -1,1 +1,1 @@
-"""Classification of long documents: what reading more of one is worth."""
+"""Classification of long documents, to measure the benefit of reading more of a document."""

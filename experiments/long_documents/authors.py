@@ -1,6 +1,6 @@
-"""Who wrote this passage: books of an author for training, other books of the author for testing.
+"""Authorship of passages: some books of an author for training, other books for testing.
 
-Passages of all lengths begin at the same places, so lengths differ in what is read alone.
+Passages of all lengths begin at the same positions, so lengths differ only in how much is read.
 """
 
 import hashlib

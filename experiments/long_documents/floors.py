@@ -1,6 +1,6 @@
-"""What a linear model of counted words, or of counted bytes, says about a passage's author.
+"""Floors of authorship: linear models of word counts and of byte counts.
 
-Bytes tell how far the typography of an edition goes: quotation marks, dashes, accents.
+Byte counts show how much the typography of an edition reveals: quotation marks, dashes, accents.
 """
 
 import json

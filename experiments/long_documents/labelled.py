@@ -1,7 +1,7 @@
-"""Long documents that have several labels each, read from files that their owners have.
+"""Long documents with several labels each, read from the files of the published datasets.
 
 ECtHR is public: https://archive.org/details/ECtHR-NAACL2021, or the ecthr.tar.gz of LexGLUE.
-MIMIC-III is lent by https://physionet.org to who asks for it. Nothing is downloaded here.
+MIMIC-III is available on request at https://physionet.org. Nothing is downloaded here.
 """
 
 import csv

@@ -1,7 +1,7 @@
-"""A pre-trained encoder of transformers on documents longer than it was trained for.
+"""Fine-tunes a pre-trained encoder of transformers on documents longer than its positions.
 
-Its positions are repeated, and it is tuned on documents with several labels: Table 5 of the
-FlashAttention paper.
+Its positions are repeated, and it is trained on documents with several labels, as in Table 5 of
+the FlashAttention paper.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Trained runs of all lengths in one record, with its picture and its table."""
+"""Collects trained runs of all lengths in one record, with its picture and its table."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Words of a text as numbers, without a vocabulary that is trained: each is hashed."""
+"""Words of a text as integers by hashing, without a trained vocabulary."""
 
 import numpy as np
 

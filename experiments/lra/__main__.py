@@ -4,8 +4,8 @@
     python -m experiments.lra fit --preset nystromformer/listops --ckpt_path runs/.../last.ckpt
     python -m experiments.lra test --preset nystromformer/listops --ckpt_path runs/.../best.ckpt
 
-A preset is a file of presets/, read after the common.yaml of its folders. Every value of it can be
-changed on the command line.
+A preset is a file in presets/, which is read after the files common.yaml of its folders. Options
+override the values of a preset.
 """
 
 import sys

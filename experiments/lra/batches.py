@@ -1,4 +1,4 @@
-"""Batches for training: which samples a step reads is a function of seed and step alone."""
+"""Batches for training: the samples of a step are a function of seed and step."""
 
 from collections.abc import Iterator
 from functools import partial

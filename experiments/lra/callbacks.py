@@ -1,4 +1,4 @@
-"""What happens around training steps: a bar with an end, a curve, runs that are given up."""
+"""Callbacks of the trainer: progress bar, learning curve, checkpoints, early ends of runs."""
 
 import signal
 import time

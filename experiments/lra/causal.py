@@ -1,5 +1,6 @@
-"""Does a model of Pathfinder follow contours? Its answers must change when a disc moves to the end
-of the other contour, and nothing else changes.
+"""Tests whether a model of Pathfinder follows contours.
+
+Its answer must change if a disc moves to the end of the other contour and nothing else changes.
 """
 
 from concurrent.futures import ThreadPoolExecutor

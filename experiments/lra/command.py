@@ -1,4 +1,4 @@
-"""The command line of training and testing: Lightning's, with presets; see `__main__`."""
+"""The command line of training and testing: that of Lightning, with presets; see `__main__`."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -1,13 +1,14 @@
-"""Pathfinder with labels alone, from short contours to those of the arena, as one command.
+"""Trains Pathfinder with labels only, from short contours to those of the arena.
 
-    python -m experiments.lra.curriculum --output runs/curriculum/seed0 -- \
+    python -m experiments.lra.curriculum --output runs/curriculum/seed0 -- \\
         --preset curriculum/pathfinder32
 
-What follows `--` goes to every stage, as to `python -m experiments.lra fit`. A stage ends when its
-validation accuracy is enough, when it no longer rises, or after its steps; the next begins with
-its best weights. The same command goes on where it was stopped, by `--seconds`, Ctrl-C or a kill;
-`--export` and `--import` carry a run to another machine in files of less than 15 MB. The steps of
-a stage may be others then: the rate falls over the last fifth of them.
+Options after `--` are passed to `python -m experiments.lra fit` in every stage. A stage ends when
+its validation accuracy is high enough, when it no longer rises, or after its number of steps. The
+next stage starts from its best weights. After `--seconds`, Ctrl-C or a kill, the same command
+resumes. `--export` and `--import` move a run to another machine in files of less than 15 MB. A
+resumed run may have other numbers of steps for its stages; the learning rate falls over the last
+fifth of them.
 """
 
 import json

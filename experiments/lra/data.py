@@ -1,4 +1,4 @@
-"""Real data for the tasks: lists what is present and builds data from downloaded archives.
+"""Real data for the tasks: lists what is present, and builds data from downloaded archives.
 
     python -m experiments.lra.data                            # what is present for each task
     python -m experiments.lra.data imdb aclImdb_v1.tar.gz     # for Text
@@ -6,7 +6,7 @@
     python -m experiments.lra.data film-pairs                 # for FilmPairs, from aclImdb
 
 Data are compared with the hash of the published data before they are stored. Hashes of the files
-are stored beside them, so that a task notices a file that has changed.
+are stored with them, so that a task detects changed files.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""What another machine needs of trained runs, to go on with them."""
+"""Exports trained runs to small files, with which another machine can resume them."""
 
 import io
 from pathlib import Path

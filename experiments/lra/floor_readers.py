@@ -1,7 +1,7 @@
-"""Readers that understand nothing of a task: the classifiers whose accuracy is its floor.
+"""Trivial predictors of the tasks, whose accuracy is the floor.
 
-ListOps: readers that see the outer levels only and guess every deeper list by its operator.
-Pathfinder: classifiers that see where the discs are, or how far apart, and no contour.
+ListOps: predictors that read only the outer levels, and guess every deeper list by its operator.
+Pathfinder: classifiers that get the coordinates of the discs, or their distance, but no contour.
 FilmPairs: a threshold on the words that two reviews share.
 """
 

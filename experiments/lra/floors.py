@@ -1,8 +1,8 @@
-"""The accuracy of trivial predictors of each task: the floor of every result.
+"""The accuracy of trivial predictors of each task, the floor of every result.
 
     python -m experiments.lra.floors --samples 20000 --output runs/lra-floors.json
 
-`floor_readers` has the classifiers that are measured.
+`floor_readers` defines these predictors.
 """
 
 import json

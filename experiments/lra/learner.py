@@ -1,4 +1,4 @@
-"""What is trained: the losses, the schedule, and what is reported beside the accuracy."""
+"""The Lightning module of training: losses, schedule, and metrics besides accuracy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

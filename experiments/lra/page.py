@@ -1,9 +1,9 @@
-"""Writes the tables of README.md, and two sentences of the README of the project, from records.
+"""Writes the tables of README.md here, and two sentences of the project's README, from records.
 
     python -m experiments.lra.page
-    python -m experiments.lra.page --check   # writes nothing; exits with 1 if a page is old
+    python -m experiments.lra.page --check   # writes nothing; exits with 1 if a page is outdated
 
-A table is between `<!-- name -->` and `<!-- /name -->`. A row without a record says "not run".
+A table is between `<!-- name -->` and `<!-- /name -->`. A row without a record has "not run".
 """
 
 import json

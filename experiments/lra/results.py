@@ -1,12 +1,11 @@
-"""Trained runs gathered into one record, and the picture of how they learned.
+"""Collects trained runs in one record, with a picture of their learning curves.
 
     python -m experiments.lra.results listops runs/listops-flash runs/listops-butterfly
 
 Every folder is a group: the seeds of one configuration, as `python -m experiments.lra.seeds`
-leaves them, or curricula, each in a folder seed<n>. A run that went on from a checkpoint counts
-once, as it ended. Writes results/lra-<name>-<device>.json, which holds the command, commit and
-environment of every run, and results/lra-<name>-<device>-curves.png, which is drawn from the JSON
-file alone.
+writes them, or curricula, each in a folder seed<n>. A run that was resumed from a checkpoint
+counts once. It writes results/lra-<name>-<device>.json, with the command, commit and environment
+of every run, and results/lra-<name>-<device>-curves.png, which is drawn from the JSON file.
 """
 
 import json

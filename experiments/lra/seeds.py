@@ -1,13 +1,13 @@
-"""Several seeds of one run; a run that is stuck at chance is started again with a new seed.
+"""Trains several seeds of a run. A run that is stuck at chance is restarted with another seed.
 
     python -m experiments.lra.seeds --seeds 3 -- --preset nystromformer/listops --data.workers 4
 
-What follows `--` goes to `python -m experiments.lra fit`; in it `{seed}` is the number of the
-seed, as in `--model.init_from 'runs/before/seed{seed}/checkpoints/best.ckpt'`. Every run has a
-process and a folder of its own, seed<n>; runs.json in the folder above holds all results, how many
-runs were stuck, and the mean. The same command goes on where it was stopped, by `--seconds`,
-Ctrl-C or a kill. Its exit status is 1 while runs have not come to their end, 2 when one failed.
-`--export` and `--import` carry them to another machine in files of less than 15 MB.
+Options after `--` are passed to `python -m experiments.lra fit`. In them, `{seed}` is replaced by
+the seed, as in `--model.init_from 'runs/before/seed{seed}/checkpoints/best.ckpt'`. Every run has
+its own process and folder, seed<n>. runs.json in the parent folder has all results, the number of
+runs that were stuck, and the mean. After `--seconds`, Ctrl-C or a kill, the same command resumes.
+The exit status is 1 if runs have not finished, 2 if one failed. `--export` and `--import` move the
+runs to another machine in files of less than 15 MB.
 """
 
 import json

@@ -1,15 +1,16 @@
-"""The arena's speed table: time and memory of a training step for every attention.
+"""Time and memory of a training step of the arena, for every attention.
 
     python -m experiments.lra.speed
     python -m experiments.lra.speed --name path --tasks path-x,path-256
     python -m experiments.lra.speed --name compiled --compiled --only standard --only flash
     python -m experiments.lra.speed --name real --real data --tasks listops,text,film-pairs,image
 
-Five tasks at the sizes of the Nystromformer protocol, which the FlashAttention paper's Table 3
-follows: forward, backward and optimizer of a whole model, on random samples of full length, in
-bfloat16 autocast, without dropout of probabilities; with `--real`, on batches of the tasks, with
-their lengths, and with masked black and dropout as the preset has them. Each step is timed as
-called from Python and as a CUDA graph: steps of this size wait for their launches.
+A step is the forward pass, backward pass and optimizer step of a whole model, in bfloat16
+autocast. The five tasks have the sizes of the Nystromformer protocol, which Table 3 of the
+FlashAttention paper uses. By default samples are random, have full length, and there is no dropout
+of probabilities. With `--real`, batches are those of the tasks, with their lengths, masked black
+pixels and the dropout of the preset. Each step is timed as called from Python and as a CUDA graph,
+because steps of this size are limited by their launches.
 """
 
 from dataclasses import asdict

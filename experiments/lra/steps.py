@@ -1,4 +1,4 @@
-"""Training steps of models that differ in their attention, measured: see `speed`."""
+"""Measures training steps of models that differ only in their attention: see `speed`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Presets by name: files of this folder, each after the common.yaml of its folders."""
+"""Presets by name: files of this folder, each read after the common.yaml of its folders."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
-"""Film pairs: are two IMDb reviews of one film? A stand-in for Retrieval, whose data are not to be
-had; it is not the arena's task, and its accuracies are not to be compared with those of AAN.
+"""Film pairs: are two IMDb reviews about the same film?
+
+It is a substitute for Retrieval, whose data are no longer available. It is not a task of the
+arena, and its accuracies cannot be compared with those of AAN.
 """
 
 from collections import defaultdict

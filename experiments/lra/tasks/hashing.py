@@ -1,6 +1,7 @@
-"""Random numbers that are functions of what they are for: the same on every machine, process and
-numpy version. Generated data are functions of what is written here: a change makes other data, and
-numba's cache of what calls it must be deleted.
+"""Random numbers as hashes of their purpose: equal on every machine, process and numpy version.
+
+Generated data are functions of this code. A change of the code changes the data, and numba's cache
+of its callers must be deleted.
 
 Source: Steele, Lea, Flood 2014, Fast splittable pseudorandom number generators (splitmix64).
 """

@@ -1,4 +1,4 @@
-"""Image: CIFAR-10 in grey, pixel by pixel."""
+"""Image: CIFAR-10 in greyscale, pixel by pixel."""
 
 import pickle
 from collections.abc import Mapping

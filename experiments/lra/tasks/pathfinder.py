@@ -1,4 +1,4 @@
-"""Pathfinder: do the two discs lie on one contour? 32 is the arena's Pathfinder, 128 is Path-X."""
+"""Pathfinder: are the two discs on one contour? 32 is the arena's Pathfinder, 128 is Path-X."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Data on disk with hashes: generated arrays, complete or absent, and built files."""
+"""Data on disk with hashes: generated arrays, either complete or absent, and built files."""
 
 import hashlib
 import json

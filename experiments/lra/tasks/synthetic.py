@@ -1,4 +1,4 @@
-"""Stand-ins of a task's shape for measurements of speed: random ids and labels, no task at all."""
+"""Random ids and labels with the shape of a task, to measure speed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

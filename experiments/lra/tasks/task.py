@@ -1,4 +1,4 @@
-"""What all tasks share: their shape, their splits, the way samples become a batch."""
+"""The base of all tasks: their shape, their splits, and how samples form a batch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,11 @@
-"""Pathfinder images: two contours of dashes among shorter ones, a disc on one end of one contour
-and a disc on an end of the same or of the other.
+"""Pathfinder images: two contours of dashes among shorter ones, and two discs.
 
-The published generator's algorithm and parameters; everything that it draws again and again is
-drawn once here (stamps), and its images of free pixels are asked about candidates only. `Rules`
-names the two facts of the release that its paper does not say.
+One disc is at an end of a contour; the other is at the other end, or at an end of the other
+contour.
+
+The algorithm and parameters are those of the published generator. What it draws repeatedly is
+drawn once here (stamps), and free pixels are computed only for candidates. `Rules` documents two
+properties of the release that its paper does not mention.
 
 Reference:
     Linsley et al. 2018, Learning long-range spatial dependencies with horizontal gated recurrent

@@ -1,4 +1,4 @@
-"""Images, drawn stamp by stamp: two contours, distractors and discs."""
+"""Draws images stamp by stamp: two contours, distractors and discs."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What is drawn once for all images of a size: segments and discs, and the pixels they occupy."""
+"""Stamps of segments and discs, drawn once for each image size, and the pixels they occupy."""
 
 from functools import lru_cache
 from math import ceil, cos, pi, radians, sin
