@@ -114,8 +114,10 @@ def context_parallel_attention(
     if not isinstance(check, bool | None):
         raise TypeError(f"check must be a bool or None, got {check!r}")
     if isinstance(group, DeviceMesh) and group.ndim == 2:
-        shared = (mask, key_lengths, bias, sinks, score_tensors, check, options)
-        out, lse = _with_shared_heads(query, key, value, plan, group, *shared)
+        by_head = {"bias": bias, "sinks": sinks}
+        keywords = {"key_lengths": key_lengths, "score_tensors": score_tensors}
+        shared = ((query, key, value), plan, group, mask, by_head, check, options)
+        out, lse = _with_shared_heads(*shared, **keywords)
         return (out, lse) if return_lse else out
     process_group = resolved(group, plan.ranks)
     arguments = (mask, key_lengths, bias, sinks, seed, score_tensors, options)
@@ -142,18 +144,14 @@ def context_parallel_attention(
 
 
 def _with_shared_heads(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
     plan: ContextPlan,
     mesh: DeviceMesh,
     mask: DynamicMask | None,
-    key_lengths: Tensor | None,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    score_tensors: Sequence[Tensor],
+    by_head: Mapping[str, Tensor | None],
     check: bool | None,
     options: Mapping[str, Any],
+    **keywords: Any,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of own tokens and all heads; each rank computes all tokens and own heads."""
     group, heads_group = mesh.get_group(0), mesh.get_group(1)
@@ -162,7 +160,7 @@ def _with_shared_heads(
     sharing = HeadSharing.of(heads_group, shard)
     if check is None:
         check = ("agreed", heads_group) not in plan.cache
-    problem = _problem_of_shared_heads(sharing, (query, key, value), plan, mask, options)
+    problem = _problem_of_shared_heads(sharing, tensors, plan, mask, options)
     if check:
         # Along both dimensions of the mesh, so that every rank raises the error of any rank.
         problem = disagreement(heads_group, {"plan": plan.digest}, problem)
@@ -170,21 +168,10 @@ def _with_shared_heads(
         plan.cache["agreed", heads_group] = True
     elif problem is not None:
         raise ValueError(problem)
-    out, lse = context_parallel_attention(
-        sharing.by_heads(query),
-        sharing.by_heads(key),
-        sharing.by_heads(value),
-        plan,
-        group=group,
-        mask=mask,
-        key_lengths=key_lengths,
-        bias=sharing.of_own_heads(bias),
-        sinks=sharing.of_own_heads(sinks),
-        score_tensors=score_tensors,
-        return_lse=True,
-        check=check,
-        **cast(OptionKeywords, options),
-    )
+    own_heads = {name: sharing.of_own_heads(each) for name, each in by_head.items()}
+    given: Any = {"group": group, "mask": mask, "check": check, **own_heads, **keywords, **options}
+    query, key, value = map(sharing.by_heads, tensors)
+    out, lse = context_parallel_attention(query, key, value, plan, return_lse=True, **given)
     return sharing.by_tokens(out), sharing.by_tokens(lse.unsqueeze(-1)).squeeze(-1)
 
 

@@ -276,18 +276,13 @@ class _Backward:
             for total, grad in zip(self._grads[1:3], (key, value), strict=True):
                 grad = None if grad is None else grad[:, :, each.own_at]
                 _add(total, step, each.own, grad, first=prepared.own is None)
-        if bias is not None:
-            total = self._grads[3]
-            assert total is not None
-            total[step.heads.of(len(total))] += bias
         if blocks is not None:
-            total = self._grads[4]
-            assert total is not None
-            total += self._scattered(blocks, each.rows, each.columns, step.heads)
-        if reads is not None:
-            total = self._grads[5]
-            assert total is not None
-            total += reads
+            blocks = self._scattered(blocks, each.rows, each.columns, step.heads)
+        for number, grad in ((3, bias), (4, blocks), (5, reads)):
+            total = self._grads[number]
+            if total is not None and grad is not None:
+                heads = step.heads.of(len(total)) if number == 3 else slice(None)
+                total[heads] += grad
 
     def _scattered(
         self, blocks: Tensor, rows: Tensor | None, columns: Tensor, heads: Heads

@@ -27,12 +27,7 @@ from sparseflash.dispatch.spec import CallFacts
 from sparseflash.distributed.part import Heads, Part, Step, count
 from sparseflash.distributed.plan import ContextPlan
 from sparseflash.options import AttentionOptions
-from sparseflash.score import (
-    ScoreTensors,
-    any_requires_grad,
-    checked_score_tensors,
-    find_score_function,
-)
+from sparseflash.score import ScoreTensors, checked_score_tensors, find_score_function
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +45,9 @@ class Prepared:
     bias: Tensor | None
     seed: int
     options: Mapping[str, Any]
-    differentiates_bias: bool
+    call_facts: CallFacts
     block_scores: Tensor | None
     score_tensors: ScoreTensors | None
-    differentiates_score_tensors: bool
 
     def facts(self, query: Tensor, key: Tensor) -> dict[str, Any]:
         """Properties of the call that must be equal on all ranks, by name."""
@@ -125,15 +119,7 @@ class Prepared:
             lengths = inside.to(key.device, torch.int32)
         if bias is not None:
             bias = bias[heads.of(len(bias))]
-        facts = CallFacts(
-            has_key_lengths=lengths is not None,
-            bias=bias is not None,
-            differentiates_bias=self.differentiates_bias,
-            differentiates_blocks=self.block_scores is not None,
-            positions=True,
-            differentiates_score_tensors=self.differentiates_score_tensors,
-        )
-        plan = find_plan(query, key, value, chosen, self.options, facts)
+        plan = find_plan(query, key, value, chosen, self.options, self.call_facts)
         call = Call(plan, lengths, self.seed, bias, positions if plan.spec.positions else None)
         call.score_tensors = self.score_tensors
         return call
@@ -189,16 +175,17 @@ def prepare(
     of_head = isinstance(checked.score, str) and find_score_function(checked.score).of_head
     alone = checked.dropout_p > 0 or of_head
     groups = 1 if alone else plan.head_groups(key.shape[1])
+    own_mask = plan.mask if mask is None else mask
+    facts = CallFacts.of(own_mask, key_lengths is not None, bias, False, score_tensors)
     prepared = Prepared(
         *(query, key, value, plan, plan.part(rank, query.device, groups), group, mask),
         lengths=lengths_in_range(key_lengths, plan.seq_len, query.device),
         bias=bias,
         seed=0 if seed_tensor is None else int(seed_tensor),
         options=options,
-        differentiates_bias=wants_gradient(bias),
+        call_facts=facts._replace(positions=True),
         block_scores=None if mask is None else checked_block_scores(mask),
         score_tensors=read,
-        differentiates_score_tensors=any_requires_grad(score_tensors),
     )
     prepared.check_backend()
     return prepared
