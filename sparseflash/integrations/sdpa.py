@@ -13,13 +13,13 @@ from sparseflash._attention import attention
 
 
 class SdpaMode(TorchFunctionMode):
-    """A context in which `attend` replaces torch's scaled_dot_product_attention."""
+    """A context in which `_attend` replaces torch's scaled_dot_product_attention."""
 
     def __torch_function__(self, func, types, args=(), kwargs: dict[str, Any] | None = None):
-        attend = self.attend if func is scaled_dot_product_attention else func
+        attend = self._attend if func is scaled_dot_product_attention else func
         return attend(*args, **(kwargs or {}))
 
-    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
         """scaled_dot_product_attention; its arguments are torch's."""
         raise NotImplementedError
 
@@ -54,7 +54,7 @@ class replace_sdpa(SdpaMode):
         self.mask = mask if isinstance(mask, BlockMask) else as_pattern(mask)
         self.backend = backend
 
-    def attend(
+    def _attend(
         self,
         query: Tensor,
         key: Tensor,

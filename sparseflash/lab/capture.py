@@ -163,7 +163,7 @@ class _Capture(SdpaMode):
         """Called after a module has run."""
         self.running.pop()
 
-    def attend(
+    def _attend(
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_
     ) -> Tensor:
         """scaled_dot_product_attention; its arguments are torch's."""
