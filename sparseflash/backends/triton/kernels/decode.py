@@ -131,14 +131,14 @@ def split_lists(starts, counts, split, splits):
     listed = partial_count + full_count + clipped_count
     begin = listed * split // splits
     end = listed * (split + 1) // splits
-    partial_start, partials = clip_list(partial_start, partial_count, begin, end)
+    partial_start, n_partial = clip_list(partial_start, partial_count, begin, end)
     begin -= partial_count
     end -= partial_count
-    full_start, fulls = clip_list(full_start, full_count, begin, end)
+    full_start, n_full = clip_list(full_start, full_count, begin, end)
     begin -= full_count
     end -= full_count
-    clipped_start, clipped = clip_list(clipped_start, clipped_count, begin, end)
-    return (partial_start, full_start, clipped_start), (partials, fulls, clipped)
+    clipped_start, n_clipped = clip_list(clipped_start, clipped_count, begin, end)
+    return (partial_start, full_start, clipped_start), (n_partial, n_full, n_clipped)
 
 
 @triton.jit
