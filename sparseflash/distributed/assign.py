@@ -233,7 +233,7 @@ def contiguous(workload: Workload, ranks: int) -> Tensor:
 
 def zigzag(workload: Workload, ranks: int) -> Tensor:
     """Cuts the sequence into 2 * ranks runs; rank r has run r from the start and from the end."""
-    return _levelled(_zigzag(workload.units, ranks), ranks)
+    return _level(_zigzag(workload.units, ranks), ranks)
 
 
 def zigzag_by_document(workload: Workload, ranks: int) -> Tensor:
@@ -251,7 +251,7 @@ def zigzag_by_document(workload: Workload, ranks: int) -> Tensor:
         load.index_add_(0, owner[begin:end], workload.work[begin:end])
         capacity -= torch.bincount(owner[begin:end], minlength=ranks)
     for work, begin, end in sorted(short):
-        # A document that fits nowhere goes to the rank with the most capacity; `_levelled` then
+        # A document that fits nowhere goes to the rank with the most capacity; `_level` then
         # moves the surplus.
         fits = capacity >= end - begin
         rank = int(
@@ -260,7 +260,7 @@ def zigzag_by_document(workload: Workload, ranks: int) -> Tensor:
         owner[begin:end] = rank
         load[rank] -= work
         capacity[rank] -= end - begin
-    return _levelled(owner, ranks)
+    return _level(owner, ranks)
 
 
 def balanced_chunks(workload: Workload, ranks: int) -> Tensor:
@@ -274,7 +274,7 @@ def balanced_chunks(workload: Workload, ranks: int) -> Tensor:
         taken[number] = rank
         if count + 1 < most:
             heapq.heappush(heap, (load + int(work[number]), rank, count + 1))
-    return _levelled(taken[chunk], ranks)
+    return _level(taken[chunk], ranks)
 
 
 def contiguous_with_repair(workload: Workload, ranks: int, tolerance: float = 1.05) -> Tensor:
@@ -300,7 +300,7 @@ def contiguous_with_repair(workload: Workload, ranks: int, tolerance: float = 1.
         load[high] -= gain[i, j]
         load[low] += gain[i, j]
         taken[mine[i]], taken[theirs[j]] = low, high
-    return _levelled(taken[chunk], ranks)
+    return _level(taken[chunk], ranks)
 
 
 Strategy = Callable[[Workload, int], Tensor]
@@ -326,7 +326,7 @@ def _chunks(workload: Workload, ranks: int) -> tuple[Tensor, Tensor]:
     return chunk, work
 
 
-def _levelled(owner: Tensor, ranks: int) -> Tensor:
+def _level(owner: Tensor, ranks: int) -> Tensor:
     """Moves the last units of ranks that own too many units to ranks that own too few.
 
     Then the units of a rank differ from the mean by at most a sixteenth, and are at least one.

@@ -13,7 +13,12 @@ from sparseflash.distributed.heads import HeadSharing
 from sparseflash.distributed.passes import ContextParallelAttention
 from sparseflash.distributed.plan import ContextPlan
 from sparseflash.distributed.prepare import prepare
-from sparseflash.distributed.transport import Group, check_agreement, disagreement, resolved
+from sparseflash.distributed.transport import (
+    Group,
+    check_agreement,
+    disagreement,
+    process_group_of,
+)
 from sparseflash.merge import add_sinks
 from sparseflash.options import AttentionOptions, CallKeywords, OptionKeywords
 from sparseflash.score import find_score_function
@@ -119,7 +124,7 @@ def context_parallel_attention(
         shared = ((query, key, value), plan, group, mask, by_head, check, options)
         out, lse = _with_shared_heads(*shared, **keywords)
         return (out, lse) if return_lse else out
-    process_group = resolved(group, plan.ranks)
+    process_group = process_group_of(group, plan.ranks)
     arguments = (mask, key_lengths, bias, sinks, seed, score_tensors, options)
     if check is None:
         check = ("agreed", process_group) not in plan.cache
@@ -155,7 +160,7 @@ def _with_shared_heads(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of own tokens and all heads; each rank computes all tokens and own heads."""
     group, heads_group = mesh.get_group(0), mesh.get_group(1)
-    resolved(group, plan.ranks)
+    process_group_of(group, plan.ranks)
     shard = len(plan.positions(group.rank()))
     sharing = HeadSharing.of(heads_group, shard)
     if check is None:

@@ -57,7 +57,7 @@ class Division:
         return torch.maximum(first + waiting, exchange + waiting / groups)
 
 
-def divided(workload: Workload, owner: Tensor, ranks: int) -> Division:
+def divide_blocks(workload: Workload, owner: Tensor, ranks: int) -> Division:
     """The blocks of each rank by kind, with the assignment `owner`, int64 (units,)."""
     mask, row, begin, end = workload.spans_of_masks
     owner_of_row, owner_of_column = owner[workload.rows], owner[workload.columns]
@@ -83,7 +83,7 @@ def divided(workload: Workload, owner: Tensor, ranks: int) -> Division:
     return Division(own + shared, fetched, ready + shared, waiting, rows)
 
 
-def chosen_split(
+def choose_split(
     workload: Workload, owner: Tensor, ranks: int, exchange: Tensor, split: str
 ) -> tuple[Split, int]:
     """The split and number of groups of heads with about the least predicted time.
@@ -93,7 +93,7 @@ def chosen_split(
         exchange: (ranks,), time of the exchange of all keys over the time of a block of one head.
         split: "rows", "keys" or "auto".
     """
-    division = divided(workload, owner, ranks)
+    division = divide_blocks(workload, owner, ranks)
     allowed = [choice for choice in CHOICES if split in (choice[0], "auto")]
     best = allowed[0]
     least = float(division.elapsed(*best, 1.0, exchange).max())

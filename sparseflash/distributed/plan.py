@@ -36,7 +36,7 @@ from sparseflash.distributed.assign import (
     costs,
     heavy_rows,
 )
-from sparseflash.distributed.model import CHOICES, Split, chosen_split
+from sparseflash.distributed.model import CHOICES, Split, choose_split
 from sparseflash.distributed.part import Fetches, Heads, Part, part_of, shared_rows_of
 from sparseflash.distributed.report import Report, report_of
 
@@ -456,7 +456,7 @@ def _planned(
     if round_tokens is None:
         moved = torch.maximum(*costs(workload, owner, ranks).moved) / mask.grid.bk
         exchange = moved * fetch_cost * mask.num_heads
-        chosen = chosen_split(workload, owner, ranks, exchange, split)
+        chosen = choose_split(workload, owner, ranks, exchange, split)
     return ContextPlan(mask, ranks, name, owner, round_tokens, *chosen, workload.shared)
 
 

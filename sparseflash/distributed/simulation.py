@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparseflash.distributed.model import Division, Split, divided
+from sparseflash.distributed.model import Division, Split, divide_blocks
 from sparseflash.distributed.plan import ContextPlan
 from sparseflash.distributed.report import Report
 
@@ -136,7 +136,7 @@ class Demand:
     def of(plan: ContextPlan, attention: Attention, selected: float = 1.0) -> "Demand":
         """The demand of a plan; arguments as in `predict`."""
         report = attention.report(plan)
-        division = divided(plan.workload, plan.owner, plan.ranks)
+        division = divide_blocks(plan.workload, plan.owner, plan.ranks)
         heads = attention.batch * attention.heads / plan.mask.num_heads
         forward = torch.tensor([report.receive_bytes, report.send_bytes])
         backward = torch.tensor([report.backward_receive_bytes, report.backward_send_bytes])

@@ -15,7 +15,7 @@ from sparseflash.distributed.plan import ContextPlan
 Group = ProcessGroup | DeviceMesh | None
 
 
-def resolved(group: Group, ranks: int) -> ProcessGroup | None:
+def process_group_of(group: Group, ranks: int) -> ProcessGroup | None:
     """The process group of a call; None if the plan has one rank and no group is given.
 
     Raises:
@@ -55,20 +55,20 @@ class Exchange:
         if received is None:
             received = source.new_empty(sum(receive_splits), *source.shape[1:])
         self._received = received
-        with _explained(what):
+        with _explain_errors(what):
             self._work = dist.all_to_all_single(
                 *(self._received, source, receive_splits, send_splits, group), async_op=True
             )
 
     def wait(self) -> Tensor:
         """The received rows. On a GPU the current stream waits for them, on a CPU the caller."""
-        with _explained(self._what):
+        with _explain_errors(self._what):
             cast(dist.Work, self._work).wait()
         return self._received
 
 
 @contextmanager
-def _explained(data: str) -> Iterator[None]:
+def _explain_errors(data: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
@@ -94,7 +94,7 @@ def disagreement(group: ProcessGroup, values: dict[str, Any], problem: str | Non
         RuntimeError: A rank did not answer.
     """
     answers: list[Any] = [None] * group.size()
-    with _explained("its arguments"):
+    with _explain_errors("its arguments"):
         dist.all_gather_object(answers, (values, problem), group=group)
     problems = [f"rank {r}: {text}" for r, (_, text) in enumerate(answers) if text is not None]
     if problems:
@@ -139,7 +139,7 @@ def gather(shard: Tensor, plan: ContextPlan, dim: int, group: Group = None) -> T
         raise TypeError(f"shard must be a tensor, got {type(shard).__name__}")
     if shard.requires_grad and torch.is_grad_enabled():
         raise ValueError("shard must not require a gradient: detach it, or gather under no_grad")
-    process_group = resolved(group, plan.ranks)
+    process_group = process_group_of(group, plan.ranks)
     rank = 0 if process_group is None else process_group.rank()
     plan.check_length("shard", shard, rank, dim)
     if process_group is None:
@@ -148,7 +148,7 @@ def gather(shard: Tensor, plan: ContextPlan, dim: int, group: Group = None) -> T
     padded = shard.movedim(dim, 0).new_empty(max(lengths), *shard.movedim(dim, 0).shape[1:])
     padded[: lengths[rank]] = shard.movedim(dim, 0)
     shards = [torch.empty_like(padded) for _ in lengths]
-    with _explained("shards"):
+    with _explain_errors("shards"):
         dist.all_gather(shards, padded, group=process_group)
     parts = [part[:n].movedim(0, dim) for part, n in zip(shards, lengths, strict=True)]
     return plan.unshard(parts, dim)

@@ -14,7 +14,7 @@ import masks
 from sparseflash.commands.simulate import hiding, parse_tokens, simulate
 from sparseflash.distributed import make_plan
 from sparseflash.distributed.assign import Workload
-from sparseflash.distributed.model import divided
+from sparseflash.distributed.model import divide_blocks
 from sparseflash.distributed.simulation import (
     Attention,
     Demand,
@@ -31,7 +31,7 @@ def test_blocks_are_divided_by_who_owns_their_keys_and_by_what_their_rows_attend
     local, random = masks.local(100), masks.local(200) & masks.random(0.6, seed=1)
     mask = masks.stack([local, random, local])(1024, (32, 64))
     plan = make_plan(mask, 5, strategy)
-    found = divided(Workload(mask), plan.owner, 5)
+    found = divide_blocks(Workload(mask), plan.owner, 5)
     for rank in range(5):
         part = plan.part(rank)
         mine, own = mask.to_blocks()[:, part.rows], torch.zeros(mask.grid.nk, dtype=torch.bool)
