@@ -60,20 +60,21 @@ def block_mass(
     parts, lses = [], []
     for start in range(0, k_len, width):
         end = min(start + width, k_len)
-        out, lse = attention(
-            query,
-            key[:, :, start:end],
-            _block_of_key(end - start, bk, head_dim, key),
-            _mask_of_keys(block_mask, start, end),
-            scale=scale,
-            softcap=softcap,
-            bias=None if bias is None else bias[:, start : start + q_len + end - start - 1],
-            key_lengths=None
-            if key_lengths is None
-            else (key_lengths - start).clamp(0, end - start),
-            return_lse=True,
-            backend=backend,
-        )
+        with torch.autocast(query.device.type, enabled=False):
+            out, lse = attention(
+                query,
+                key[:, :, start:end],
+                _block_of_key(end - start, bk, head_dim, key),
+                _mask_of_keys(block_mask, start, end),
+                scale=scale,
+                softcap=softcap,
+                bias=None if bias is None else bias[:, start : start + q_len + end - start - 1],
+                key_lengths=None
+                if key_lengths is None
+                else (key_lengths - start).clamp(0, end - start),
+                return_lse=True,
+                backend=backend,
+            )
         parts.append(out[..., : -(-(end - start) // bk)])
         lses.append(lse)
     shares = torch.stack(lses).softmax(0).nan_to_num(0.0)

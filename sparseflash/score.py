@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from importlib.util import find_spec
 from itertools import islice
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -363,6 +364,7 @@ def _read_derivatives(
     return reads
 
 
+_tracing = Lock()  # torch traces in one thread at a time
 # These operations do not change a scalar, but would fail on, or change, a tensor.
 _COPIES = ("alias", "clone", "detach", "expand", "lift_fresh", "lift_fresh_copy", "view")
 
@@ -443,7 +445,7 @@ def _trace(
     dtypes = [torch.int64] * 4 + [score_dtype if kind is float else torch.int64 for kind in kinds]
     arguments = [torch.zeros((), dtype=dtype, device="cpu") for dtype in dtypes]
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with _tracing, torch.inference_mode(False), torch.enable_grad():
             score = torch.zeros((), dtype=score_dtype, device="cpu")
             module = make_fx(function, _decompositions())(score, *arguments)
     except TypeError as error:

@@ -61,10 +61,11 @@ def test_mass_is_that_of_the_probabilities(backend, name, head_dim):
 
 def test_half_precision_is_computed_in_float32():
     query, key, _, _ = make_inputs(1, 1, 64, 64, 8, dtype=torch.float16)
-    mass = sparseflash.block_mass(query, key, masks.full()(64, 16))
-    assert torch.equal(
-        mass, sparseflash.block_mass(query.float(), key.float(), masks.full()(64, 16))
-    )
+    mask = masks.full()(64, 16)
+    mass = sparseflash.block_mass(query.float(), key.float(), mask)
+    assert torch.equal(sparseflash.block_mass(query, key, mask), mass)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.equal(sparseflash.block_mass(query.float(), key.float(), mask), mass)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Soft caps, own functions, biases of distances and sinks, on every backend, against float64."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import triton
@@ -369,6 +371,19 @@ def test_a_function_of_torch_in_inference_mode():
     fresh = sparseflash.ScoreFunction.from_torch("bent in inference mode", bent_alone)
     with torch.inference_mode():
         torch.testing.assert_close(sparseflash.attention(*tensors, score=fresh), expected)
+
+
+def test_threads_that_trace_functions_at_once():
+    name = "traced by thread {} for the first time"
+    score, *pair = (torch.arange(5), *[torch.zeros((), dtype=torch.int64)] * 4)
+
+    def traced(thread: int) -> torch.Tensor:
+        fresh = sparseflash.ScoreFunction.from_torch(name.format(thread), bent_alone)
+        return fresh.evaluate(score.double(), *pair)[1]
+
+    with ThreadPoolExecutor(8) as pool:
+        slopes = [*pool.map(traced, range(8))]
+    assert all(torch.equal(slope, slopes[0]) for slope in slopes)
 
 
 TABLE = torch.ones(3)
