@@ -1,7 +1,7 @@
 """The host side of all kernels: arguments, compile-time constants and grids."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -283,11 +283,10 @@ def _layout(
 
 
 def _strides_and_alignment(
-    tensors: Iterable[Tensor],
+    tensors: Collection[Tensor],
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[bool, ...]]:
-    layouts = [(t.stride(), t.data_ptr() % ALIGNMENT == 0) for t in tensors]
-    strides, aligned = zip(*layouts, strict=True)
-    return strides, aligned
+    aligned = tuple([t.data_ptr() % ALIGNMENT == 0 for t in tensors])
+    return tuple([t.stride() for t in tensors]), aligned
 
 
 def _interleaved(tensors: Iterable[Tensor], strides: tuple[tuple[int, ...], ...]) -> list:
