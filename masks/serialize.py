@@ -180,7 +180,7 @@ def _read_header(text: str | None, name: str) -> dict[str, Any]:
         ) from error
     version = header.get("version") if isinstance(header, dict) else None
     if version != VERSION:
-        raise ValueError(f"{name} must be of version {VERSION}, got {shortened(version)}")
+        raise ValueError(f"{name} must have version {VERSION}, got {shortened(version)}")
     return header
 
 

@@ -52,7 +52,7 @@ def _check_of_heads(name: str, tensor: Tensor, query: Tensor, sizes: tuple[int, 
     shapes = [(heads, *sizes) for heads in (1, query.shape[1])]
     if tuple(tensor.shape) not in shapes or tensor.device != query.device:
         raise ValueError(
-            f"{name} must be of shape {shapes[0]} or {shapes[1]} on {query.device}, got "
+            f"{name} must have shape {shapes[0]} or {shapes[1]} on {query.device}, got "
             f"{tuple(tensor.shape)} on {tensor.device}"
         )
 

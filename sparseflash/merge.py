@@ -90,7 +90,7 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
             raise TypeError(f"{name} must be a list of tensors, got {type(tensors).__name__}")
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(
-            f"outs and lses must be as many, at least 1, got {len(outs)}, {len(lses)}"
+            f"outs and lses must have one length of at least 1, got {len(outs)}, {len(lses)}"
         )
     for name, tensors in (("outs", outs), ("lses", lses)):
         for tensor in tensors:

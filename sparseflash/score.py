@@ -60,7 +60,9 @@ class ScoreFunction:
         if not callable(self.torch):
             raise TypeError(f"torch must be a function, got {self.torch!r}")
         if _functions.setdefault(self.name, self) is not self:
-            raise ValueError(f"name must be new, got {self.name!r}, which another function has")
+            raise ValueError(
+                f"name must be unique, got {self.name!r}, the name of another function"
+            )
 
     @classmethod
     def from_torch(
@@ -97,7 +99,7 @@ class ScoreFunction:
             Dong et al., "Flex Attention", 2024 (score_mod).
         """
         if not callable(function):
-            raise TypeError(f"function must be a function, got {function!r}")
+            raise TypeError(f"function must be callable, got {function!r}")
         if not isinstance(name, str):
             raise TypeError(f"name must be a string, got {name!r}")
         if not isinstance(tensors, Sequence):
@@ -259,7 +261,7 @@ def checked_score_tensors(
             raise TypeError(f"{name} must be a tensor of {kind.__name__}, got {got}")
         if x.dim() != dims or x.numel() == 0 or x.device != query.device:
             raise ValueError(
-                f"{name} must be of {dims} dims, none of them 0, on {query.device}, got "
+                f"{name} must have {dims} dims, none of size 0, on {query.device}, got "
                 f"{tuple(x.shape)} on {x.device}"
             )
         if function and function.reads is None and torch.is_grad_enabled() and x.requires_grad:
@@ -334,8 +336,8 @@ def _dims_of_reads(name: str, graph: fx.Graph) -> list[int]:
         dims = {len(node.args[1]) for node in stand_in.users}
         if len(dims) != 1:
             raise ValueError(
-                f"score function {name!r} must index tensor {i} by one number of integers, got "
-                f"{sorted(dims) or 'a tensor that it does not read'}"
+                f"score function {name!r} must read tensor {i}, always with as many indices, got "
+                f"{sorted(dims) or 'no read'}"
             )
         dims_of_tensors += dims
     return dims_of_tensors
@@ -422,7 +424,7 @@ def _checked_result(result: Any) -> Tensor:
     if not isinstance(result, Tensor):
         raise TypeError(f"f must be a tensor, got {type(result).__name__}")
     if not result.is_floating_point():
-        raise TypeError(f"f must be of a floating-point dtype, got {result.dtype}")
+        raise TypeError(f"f must have a floating-point dtype, got {result.dtype}")
     if result.dim():
         raise TypeError(f"f must be one number for each pair, got {tuple(result.shape)}")
     return result

@@ -86,7 +86,7 @@ def checked_blocks(blocks) -> Tensor:
     if not isinstance(blocks, Tensor):
         blocks = _as_tensor(blocks)
     if blocks.is_floating_point() or blocks.is_complex():
-        raise TypeError(f"blocks must be of bool or of the integers 0 and 1, got {blocks.dtype}")
+        raise TypeError(f"blocks must be bool or the integers 0 and 1, got {blocks.dtype}")
     if blocks.ndim == 4:
         raise ValueError(
             f"blocks must be (nq, nk) or (heads, nq, nk), got {tuple(blocks.shape)}: for a mask "

@@ -176,7 +176,7 @@ def as_list(masks: BlockMask | Sequence[BlockMask]) -> list[BlockMask]:
     if not isinstance(given, Sequence) or not all(isinstance(m, BlockMask) for m in given):
         raise TypeError(f"masks must be a BlockMask or a list of them, got {masks!r}")
     if not given:
-        raise ValueError("masks must be one for each layer, at least 1, got none")
+        raise ValueError("masks must have at least 1 entry, got none")
     return list(given)
 
 

@@ -42,7 +42,7 @@ def layer_patterns(
     else:
         got = len(pattern) if isinstance(pattern, Sequence) else type(pattern).__name__
         raise ValueError(
-            f"pattern must be one for all layers or a list of {num_layers}, one each, got {got}"
+            f"pattern must be one for all layers or a list of {num_layers}, got {got}"
         )
     if heads is not None:
         chosen = _check_indices("heads", heads, num_heads)

@@ -122,7 +122,7 @@ def loss_difference(
     def sparse(call: AttentionCall) -> Tensor:
         pattern = next(calls, None)
         if pattern is None:
-            raise ValueError(f"layers must be as many as the model has, got {len(layers)}")
+            raise ValueError(f"layers must have an entry for each of the model, got {len(layers)}")
         return attention(
             call.query, call.key, call.value, within(pattern, call.base), scale=call.scale
         )

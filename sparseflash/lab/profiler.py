@@ -176,7 +176,7 @@ def profile(
     if isinstance(patterns, str):
         raise TypeError(f"patterns must be a list of patterns, got {patterns!r}")
     if not patterns:
-        raise ValueError("patterns must be at least 1, got none")
+        raise ValueError("patterns must have at least 1 entry, got none")
     profiler = _Profiler(patterns, progress)
     if isinstance(source, nn.Module):
         profiler.expected = len(attention_modules(source))

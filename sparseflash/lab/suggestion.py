@@ -90,7 +90,7 @@ def suggest(profile: Profile, budget: float, *, by: str = "recall") -> Suggestio
     time = float(times.min()) * chosen.size
     if time > max_time * (1 + 1e-9):
         raise ValueError(
-            f"budget must be at least {times.min() / base:.4g}, which the cheapest pattern takes, "
+            f"budget must be at least {times.min() / base:.4g}, the time of the fastest patterns, "
             f"got {budget}"
         )
     steps = [
@@ -121,7 +121,7 @@ def _lost(profile: Profile, by: str) -> np.ndarray:
         raise ValueError(f"by must be one of {CRITERIA}, got {by!r}")
     values = {"recall": 1 - profile.recall, "error": profile.error, "loss": profile.loss}[by]
     if values is None:
-        raise ValueError('by must not be "loss": the profile has none')
+        raise ValueError('by must not be "loss": the profile has no loss')
     return values.abs().numpy()
 
 

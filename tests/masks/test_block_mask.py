@@ -101,9 +101,9 @@ def test_blocks_of_a_sparse_matrix(of, dtype):
         (
             torch.ones(2, 2),
             TypeError,
-            "blocks must be of bool or of the integers 0 and 1, got torch.float32",
+            "blocks must be bool or the integers 0 and 1, got torch.float32",
         ),
-        (scipy.sparse.eye_array(3), TypeError, "blocks must be of bool or .* got torch.float64"),
+        (scipy.sparse.eye_array(3), TypeError, "blocks must be bool or .* got torch.float64"),
         ("ab", TypeError, "blocks must be a tensor, an array, nested lists .* got str"),
         (None, TypeError, "blocks must be a tensor, an array, nested lists .* got NoneType"),
         ([[1, 0], [1]], ValueError, "blocks must have rows of one length"),

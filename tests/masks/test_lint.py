@@ -103,7 +103,7 @@ def test_rules_can_be_left_out_and_unknown_ones_are_refused():
         lint(mask, ignore=["nothing"])
     with pytest.raises(TypeError, match="ignore must be a list of rules, got 3"):
         lint(mask, ignore=3)
-    with pytest.raises(ValueError, match="masks must be one for each layer"):
+    with pytest.raises(ValueError, match="masks must have at least 1 entry"):
         lint([])
     with pytest.raises(TypeError, match="within must be a Pattern or None, got 'causal'"):
         lint(mask, within="causal")

@@ -72,7 +72,7 @@ def test_half_precision_is_computed_in_float32():
     ("options", "message"),
     [
         ({"key_lengths": torch.tensor([65])}, r"key_lengths must be 0 to 64, got \[65\]"),
-        ({"bias": torch.zeros(1, 200)}, r"bias must be of shape \(1, 127\)"),
+        ({"bias": torch.zeros(1, 200)}, r"bias must have shape \(1, 127\)"),
     ],
 )
 def test_what_attention_refuses_is_refused_before_keys_are_split(options, message):

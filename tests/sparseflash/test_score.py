@@ -106,7 +106,7 @@ def test_functions_without_a_form_for_triton_are_refused():
     tensors = [x.to(BACKENDS["triton"]) for x in make_inputs(1, 2, 30, 30, 16)[:3]]
     with pytest.raises(sparseflash.BackendError, match="no function for Triton"):
         sparseflash.attention(*tensors, score=TORCH_ALONE, backend="triton")
-    with pytest.raises(ValueError, match="name must be new, got 'bent'"):
+    with pytest.raises(ValueError, match="name must be unique, got 'bent'"):
         sparseflash.ScoreFunction("bent", bent_of_torch)
     with pytest.raises(TypeError, match="torch must be a function, got 3"):
         sparseflash.ScoreFunction("no function", 3)
@@ -252,9 +252,9 @@ def test_scores_in_a_graph(backend):
         ({"score": "unheard of"}, "score must be a ScoreFunction or the name of one, got 'unhe"),
         ({"score": bent_of_torch}, "score must be a ScoreFunction or the name of one, got func"),
         ({"score": NO_SLOPE}, r"'no slope' must return \(f, df / dscore\), got Tensor"),
-        ({"bias": torch.zeros(3, 31)}, r"bias must be of shape \(1, 31\) or \(2, 31\)"),
+        ({"bias": torch.zeros(3, 31)}, r"bias must have shape \(1, 31\) or \(2, 31\)"),
         ({"bias": torch.zeros(2, 31, dtype=torch.int64)}, "bias must be a floating-point"),
-        ({"sinks": torch.zeros(3)}, r"sinks must be of shape \(1,\) or \(2,\)"),
+        ({"sinks": torch.zeros(3)}, r"sinks must have shape \(1,\) or \(2,\)"),
     ],
 )
 def test_bad_input_names_the_argument(options, message):
@@ -393,11 +393,11 @@ REFUSED = {
     "a power of -1 is not translated": lambda s, batch, *pair: s * (-1) ** batch,
     "cannot be traced": lambda s, *pair: s if s > 0 else -s,
     "it may index only tensors that it gets": lambda s, batch, head, *pair: s + TABLE[head],
-    "f must be of a floating-point dtype, got torch.bool": lambda s, *pair: s > 0,
+    "f must have a floating-point dtype, got torch.bool": lambda s, *pair: s > 0,
     "more than one element must be a score tensor": lambda s, *pair: s + TABLE.sum(),
     r"f must be one number for each pair, got \(3,\)": lambda s, *pair: s + TABLE,
     "f must be a tensor, got float": lambda s, *pair: 1.0,
-    "function must be a function, got 3": 3,
+    "function must be callable, got 3": 3,
 }
 
 

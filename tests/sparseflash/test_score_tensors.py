@@ -397,10 +397,10 @@ WRONG = {
     "a list of the 1 tensors .* got Tensor": torch.ones(2),
     r"score_tensors\[0\] must be a tensor of float, got torch.int64": [torch.ones(2).long()],
     r"score_tensors\[0\] must be a tensor of float, got int": [3],
-    r"score_tensors\[0\] must be of 1 dims, none of them 0, on cpu, got \(2, 1\)": [
+    r"score_tensors\[0\] must have 1 dims, none of size 0, on cpu, got \(2, 1\)": [
         torch.ones(2, 1)
     ],
-    r"score_tensors\[0\] must be of 1 dims, none of them 0, on cpu, got \(0,\)": [torch.ones(0)],
+    r"score_tensors\[0\] must have 1 dims, none of size 0, on cpu, got \(0,\)": [torch.ones(0)],
 }
 
 
@@ -426,8 +426,8 @@ REFUSED = {
         lambda s, b, h, q, k, t: s + t[s],
         (float,),
     ),
-    r"must index tensor 0 .* got a tensor that it does not read": (lambda s, *rest: s, (float,)),
-    r"must index tensor 0 .* got \[1, 2\]": (
+    r"must read tensor 0, .* got no read": (lambda s, *rest: s, (float,)),
+    r"must read tensor 0, .* got \[1, 2\]": (
         lambda s, b, h, q, k, t: s + t[h] + t[q, k],
         (float,),
     ),

@@ -148,7 +148,7 @@ def test_a_document_without_keys_and_one_without_queries():
         ({"cu_seqlens_k": torch.tensor([0, 8])}, "cu_seqlens_k must have 2 documents"),
         ({"cu_seqlens_k": torch.tensor([0.0, 8.0])}, "cu_seqlens_k must be an int32"),
         ({"key_lengths": torch.tensor([4])}, "key_lengths must not be given"),
-        ({"bias": torch.zeros(2, 8)}, r"bias must be of shape \(1, 15\) or \(2, 15\)"),
+        ({"bias": torch.zeros(2, 8)}, r"bias must have shape \(1, 15\) or \(2, 15\)"),
         ({"cu_seqlens_k": torch.tensor([0])}, r"cu_seqlens_k must ascend from 0 to 8, got \[0\]"),
     ],
 )

@@ -19,7 +19,7 @@ SHAPE = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
         (None, {"seq_len": 64, "kv_heads": 3}, "key heads must divide the 4 query heads"),
         (None, {"seq_len": 64, "backend": "none"}, "backend must be"),
         (None, {"seq_len": 64, "dropout_p": 1.0}, r"dropout_p must be in \[0, 1\)"),
-        (None, {"seq_len": 64, "bias": torch.zeros(3, 9)}, "bias must be of shape"),
+        (None, {"seq_len": 64, "bias": torch.zeros(3, 9)}, "bias must have shape"),
         (None, {"seq_len": 64, "heads": 0}, "heads must be at least 1, got 0"),
         (None, {"seq_len": 64, "kv_heads": 0}, "kv_heads must be at least 1, got 0"),
         (None, {"seq_len": 64, "value_dim": 0}, "value_dim must be at least 1, got 0"),

@@ -166,9 +166,9 @@ def test_anything_but_block_masks_is_refused(function, wrong):
     [
         (lambda mask: receptive_field(mask, 0), "layers"),
         (lambda mask: receptive_field(mask, samples=1), "samples"),
-        (lambda mask: receptive_field([]), "masks must be one for each layer, at least 1"),
+        (lambda mask: receptive_field([]), "masks must have at least 1 entry"),
         (lambda mask: receptive_field(mask, seed=-1), "seed must be at least 0, got -1"),
-        (lambda mask: hops([], [3]), "masks must be one for each layer, at least 1"),
+        (lambda mask: hops([], [3]), "masks must have at least 1 entry"),
         (lambda mask: hops(mask, [64]), "tokens"),
         (lambda mask: hops(mask, []), "tokens"),
         (lambda mask: pixel_reach(mask, (8, 9)), "64 pixels"),

@@ -98,8 +98,8 @@ BAD = {
     "seed": ({"seed": 0.5}, "seed must be an int"),
     "too long": ({"key_lengths": torch.tensor([41, 0])}, "key_lengths must be 0 to 40"),
     "lengths of another batch": ({"key_lengths": torch.tensor([4])}, "key_lengths must be"),
-    "sinks": ({"sinks": torch.zeros(3)}, "sinks must be of shape"),
-    "bias": ({"bias": torch.zeros(1, 7)}, "bias must be of shape"),
+    "sinks": ({"sinks": torch.zeros(3)}, "sinks must have shape"),
+    "bias": ({"bias": torch.zeros(1, 7)}, "bias must have shape"),
     "backend": ({"backend": "gpu"}, "backend must be 'auto' or one of"),
 }
 

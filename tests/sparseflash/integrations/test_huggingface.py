@@ -395,8 +395,8 @@ def test_a_foreign_model_runs_no_file(tmp_path, hostile):
 @pytest.mark.parametrize(
     ("pattern", "options", "message"),
     [
-        (["local(3)"], {}, "or a list of 2, one each, got 1"),
-        (3, {}, "or a list of 2, one each, got int"),
+        (["local(3)"], {}, "or a list of 2, got 1"),
+        (3, {}, "or a list of 2, got int"),
         (["local(3)", ["full()"] * 3], {}, "or a list of 2 or 4, got 3"),
         ({"layers": [{"head": []}]}, {}, r"\"heads\": .* got \{'layers': \[\{'head': \[\]"),
         ({"layers": 3}, {}, r"got \{'layers': 3\}"),

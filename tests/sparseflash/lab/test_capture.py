@@ -168,5 +168,5 @@ def test_models_without_a_loss_and_other_layers_are_refused(language_model):
     no_labels = {"input_ids": inputs["input_ids"]}
     with pytest.raises(ValueError, match="labels"):
         lab.loss_difference(model, no_labels, [["full()"] * HEADS] * 3)
-    with pytest.raises(ValueError, match="layers must be as many"):
+    with pytest.raises(ValueError, match="layers must have an entry for each"):
         lab.loss_difference(model, inputs, [["full()"] * HEADS] * 2)

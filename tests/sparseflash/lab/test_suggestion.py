@@ -73,7 +73,7 @@ def test_file_is_what_sparsify_reads(tmp_path):
         ({"budget": 0}, "budget must be above 0"),
         ({"budget": 1.5}, "budget must be above 0"),
         ({"budget": 0.05}, "at least 0.1,"),
-        ({"budget": 0.5, "by": "loss"}, "profile has none"),
+        ({"budget": 0.5, "by": "loss"}, "profile has no loss"),
         ({"budget": 0.5, "by": "speed"}, "by must be one of"),
     ],
 )
