@@ -228,18 +228,18 @@ def _checks(
     words = (grid.bq, words_per_row(grid.bk))
     yield "head_layer", all(type(mask) is int for mask in head_to_mask)
     yield "head_layer", sorted(set(head_to_mask)) == list(range(masks)) and masks > 0
-    yield "full", _alike(*full)
+    yield "full", _equal_shapes(*full)
     yield "full", _ascends(torch.stack(tuple(full), dim=1).flatten(), limit)
     yield "full", bool((grid.locate_runs(full)[3] <= grid.nk).all())
-    yield "partial", _alike(partial) and _ascends(partial, limit)
+    yield "partial", _equal_shapes(partial) and _ascends(partial, limit)
     yield "partial", bool((grid.locate(partial)[2] < grid.nk).all())
     yield "partial", not bool(full.contains(partial).any())
     yield "bank", bit_tiles.dtype == torch.int32 and bit_tiles.shape[1:] == words
-    yield "partial_tile", _alike(tile, partial)
+    yield "partial_tile", _equal_shapes(tile, partial)
     yield "partial_tile", bool(((tile >= 0) & (tile < len(bit_tiles))).all())
 
 
-def _alike(*columns: Tensor) -> bool:
+def _equal_shapes(*columns: Tensor) -> bool:
     """Whether these are one-dimensional int64 tensors of equal lengths."""
     return all(c.dtype == torch.int64 and c.shape == (c.numel(),) for c in columns) and (
         len({c.shape for c in columns}) == 1

@@ -17,7 +17,7 @@ from sparseflash.arguments import (
     checked_mask,
     checked_seed,
     lengths_in_range,
-    wants_gradient,
+    requires_gradient,
 )
 from sparseflash.dispatch.autograd import run
 from sparseflash.dispatch.call import Call, empty_max_logits
@@ -139,7 +139,7 @@ def attention(
     else:
         facts = (
             *(key_lengths is not None, bias is not None),
-            *(wants_gradient(bias), wants_gradient(block_scores)),
+            *(requires_gradient(bias), requires_gradient(block_scores)),
             *(False, return_max_logits, any_requires_grad(score_tensors)),
         )
         plan = find_plan(query, key, value, mask, options, facts)

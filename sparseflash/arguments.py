@@ -172,7 +172,7 @@ def checked_block_scores(mask: AnyMask) -> Tensor | None:
     return mask.scores
 
 
-def wants_gradient(tensor: Tensor | None) -> bool:
+def requires_gradient(tensor: Tensor | None) -> bool:
     """Whether a tensor requires a gradient. Objects of other types are refused elsewhere."""
     return getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
 

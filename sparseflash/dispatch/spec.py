@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from masks.mask_batch import CompiledMask
-from sparseflash.arguments import AnyMask, checked_block_scores, wants_gradient
+from sparseflash.arguments import AnyMask, checked_block_scores, requires_gradient
 from sparseflash.options import AttentionOptions
 from sparseflash.score import any_requires_grad, find_score_function
 
@@ -47,7 +47,7 @@ class CallFacts(NamedTuple):
         score_tensors: Sequence[Tensor],
     ) -> Self:
         """The facts of a call of `attention` with these arguments."""
-        gradients = (wants_gradient(bias), wants_gradient(checked_block_scores(mask)))
+        gradients = (requires_gradient(bias), requires_gradient(checked_block_scores(mask)))
         score_gradients = any_requires_grad(score_tensors)
         return cls(
             has_key_lengths, bias is not None, *gradients, False, max_logits, score_gradients

@@ -280,9 +280,9 @@ def part_of(
     """The part of a rank; `fetches` has an entry for each group of heads, or one for all."""
     grid, rounds, order = fetches[0].workload.mask.grid, [], []
     for number, each in enumerate(fetches):
-        alike = range(groups) if len(fetches) == 1 else (number,)
+        head_groups = range(groups) if len(fetches) == 1 else (number,)
         own_rounds = range(len(rounds), len(rounds) + each.num_rounds)
-        order += [(index, Heads(group, groups)) for group in alike for index in own_rounds]
+        order += [(index, Heads(group, groups)) for group in head_groups for index in own_rounds]
         rounds += [each.round(rank, n, by_rows) for n in range(each.num_rounds)]
     rows, columns = fetches[0].rows_of(rank), fetches[0].columns_of(rank)
     mask = _own_mask(fetches, rank, by_rows)

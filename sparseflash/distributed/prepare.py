@@ -19,7 +19,7 @@ from sparseflash.arguments import (
     checked_seed,
     checked_tensors,
     lengths_in_range,
-    wants_gradient,
+    requires_gradient,
 )
 from sparseflash.dispatch.call import Call, Positions
 from sparseflash.dispatch.plan import find_plan
@@ -57,7 +57,8 @@ class Prepared:
             "heads of key": key.shape[1],
             "value_dim": self.value.shape[3],
             "dtype": str(query.dtype),
-            "gradient of key or value": wants_gradient(self.key) or wants_gradient(self.value),
+            "gradient of key or value": requires_gradient(self.key)
+            or requires_gradient(self.value),
             "options": repr(AttentionOptions(**self.options)),
         }
 
@@ -68,11 +69,11 @@ class Prepared:
             each, heads = waiting[0]
             sizes = (count(each.queries), each.attended, each.attended)
             tensors = (self.query, self.key, self.value)
-            alike = [
+            examples = [
                 x[:, heads.of(x.shape[1]), :1].expand(-1, -1, n, -1)
                 for x, n in zip(tensors, sizes, strict=True)
             ]
-            self.call_of(waiting[0], *alike)
+            self.call_of(waiting[0], *examples)
 
     @cached_property
     def own(self) -> Call | None:

@@ -237,7 +237,7 @@ def _prepare_dkdv(
 ) -> PreparedKernel:
     tile = WARPGROUP_TILE
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, tile, tile)
-    wanted = ((key, with_key), (value, with_value))
-    outputs = layouts_of([torch.empty_like(x) if needed else None for x, needed in wanted])
+    needs = ((key, with_key), (value, with_value))
+    outputs = layouts_of([torch.empty_like(x) if needed else None for x, needed in needs])
     config = DKDV_CONFIGS[block][tile_width(spec.widest_dim)]
     return PreparedKernel(backward_dkdv_kernel, access, config, outputs, by_key=True)

@@ -80,8 +80,8 @@ def _empty_gradients(
 ) -> tuple[Tensor | None, ...]:
     """New tensors for dQ, for dK and dV, and for LSE and delta."""
     lse_delta = query.new_empty(*query.shape[:2], 2, padded_len, dtype=torch.float32)
-    wanted = ((query, needs_query), (key, needs_key_or_value), (value, needs_key_or_value))
-    return *[torch.empty_like(x) if needed else None for x, needed in wanted], lse_delta
+    needs = ((query, needs_query), (key, needs_key_or_value), (value, needs_key_or_value))
+    return *[torch.empty_like(x) if needed else None for x, needed in needs], lse_delta
 
 
 def _launch_lse_delta(call: Call, out: Tensor, grad_out: Tensor, lse_arguments: tuple) -> None:
