@@ -55,8 +55,8 @@ class BlockLists:
         partial_index: int32 (p,), the column of each partial block, ascending within a row.
         partial_bit_tile: int32 (p,), the index of the bit tile of each partial block.
         schedule: int32 (masks, rows), the rows of a mask, those with the most blocks first.
-        max_blocks: Most non-zero blocks in a row; None for a DynamicMask, where only the device
-            knows it.
+        max_blocks: Most non-zero blocks in a row; None for a DynamicMask, where the host does
+            not know it.
         total_blocks: Non-zero blocks of all masks; None for a DynamicMask.
     """
 

@@ -87,7 +87,7 @@ def _in_threads(read: Callable, strips: list) -> Iterator:
     threads = torch.get_num_threads()
 
     def start() -> None:
-        torch.set_num_threads(1)  # of this thread, and of threads begun while it runs
+        torch.set_num_threads(1)  # of this thread, and of threads started while it runs
         torch.set_grad_enabled(False)  # of this thread; see _modes_of_masks
 
     try:

@@ -13,7 +13,7 @@ from sparseflash.dropout import threshold
 from sparseflash.score import ScoreFunction, find_score_function
 
 PRECISIONS = ("ieee", "tf32")
-OF_TORCH = {"attn_mask", "block_mask", "is_causal"}  # its names of what `mask` says here
+OF_TORCH = {"attn_mask", "block_mask", "is_causal"}  # torch's names for the argument `mask`
 
 
 class OptionKeywords(TypedDict, total=False):
@@ -133,7 +133,7 @@ def _deterministic(name: str, deterministic: bool) -> bool:
 def _backend(name: str, backend: str) -> str:
     if not isinstance(backend, str):
         raise TypeError(f"{name} must be 'auto' or the name of a backend, got {backend!r}")
-    return backend  # `select` knows the names
+    return backend  # `select` checks the name
 
 
 def _check_number(name: str, value: float) -> None:

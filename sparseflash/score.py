@@ -315,7 +315,7 @@ class _TracedScoreTensor:
     "sparseflash::read", mutates_args=(), schema="(Tensor x, Tensor[] i) -> Tensor"
 )
 def _traced_read(x: Tensor, i: list[Tensor]) -> Tensor:
-    """Stands for _read in a trace, where scalars stand in for score tensors."""
+    """Replaces _read in a trace, in which scalars replace score tensors."""
     return x.clone()
 
 

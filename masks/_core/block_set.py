@@ -56,7 +56,7 @@ class BlockSet:
         return max(self.head_to_mask) + 1
 
     def tile_codes(self, flat: Tensor) -> Tensor:
-        """The tile code of each block, an index of tiles_by_code; -1 stands for an empty block."""
+        """The tile code of each block, an index of tiles_by_code; -1 for an empty block."""
         full = len(self.bit_tiles) + full_code(self.grid.clip_kind(flat))
         code = torch.where(self.full.contains(flat), full, len(self.bit_tiles) + EMPTY)
         if len(self.partial):

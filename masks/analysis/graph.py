@@ -43,7 +43,7 @@ class _Level(NamedTuple):
         row: Rows that have such ranges, ascending.
         start: For each of these rows the index of its first range.
         first: For each range the begin of the first of its two ranges of 2**k classes.
-        second: Likewise of the second one.
+        second: For each range the begin of the second one.
     """
 
     row: np.ndarray

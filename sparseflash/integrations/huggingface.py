@@ -98,7 +98,7 @@ def sparsify(
             records.
         layers: Indices of the layers with a pattern, from 0, or from -1 backwards. The others
             attend to all pairs. By default all layers.
-        heads: Likewise the query heads of these layers.
+        heads: Indices of the query heads of these layers with the pattern. By default all heads.
         backend: As in sparseflash.attention.
 
     Returns:

@@ -43,6 +43,13 @@ LIBRARY_TERMS = {
     r"tells?": "distinguishes, depends",
     r"alive|lives|nobody|somebody|whoever": "what holds it, by its name",
     r"in vain|surely|go(es)? together": "what is computed, certain or a multiple",
+    r"serves?|served": "computes, supports, is valid for",
+    r"wants?|wanted": "needs, needed, requires a gradient",
+    r"(?<!there )(is|are) no (?!longer|faster|slower|more|less|larger|smaller)[a-z]+": "is not a",
+    r"raises? (\w+ )?where": "raises if",
+    r"alike|anew|begun|likewise|travels?": "equal, again, started, also, is sent",
+    r"stands?( in)? for|one's own": "replaces, the user's",
+    r"(goes|went|going) on": "continues, resumes",
 }
 
 

@@ -15,7 +15,7 @@ from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.score import find_score_function
 
 TILE = (128, 128)  # (queries, keys) of a block of the table, in tokens
-SMALL_TILE = (64, 64)  # likewise, if smaller blocks leave too much of a tile of 128 empty
+SMALL_TILE = (64, 64)  # used if smaller blocks leave too much of a tile of 128 empty
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(8, 257, 8)  # TMA needs strides of whole 16 bytes
 CAPABILITY = (9, 0)

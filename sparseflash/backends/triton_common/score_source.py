@@ -74,7 +74,7 @@ def tanh(x):
 
 @triton.jit
 def power(a, b):
-    """a to the power of b: of a negative a, NaN where b is no integer."""
+    """a to the power of b: of a negative a, NaN unless b is an integer."""
     half = b * 0.5
     size = tl.where(b == 0.0, 1.0, tl.exp2(tl.log2(tl.abs(a)) * b))
     signed = tl.where(tl.floor(half) == half, size, -size)

@@ -331,7 +331,7 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
         query_state = advance(query_state, QUERY_STAGES)
         rows_done += 1
         work, work_state = receive_work(params, work_state)
-    # The shared memory of a CTA is gone when it ends.
+    # The shared memory of a CTA is freed when it ends.
     tma_store_wait(0)
 
 
