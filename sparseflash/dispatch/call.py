@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from einops import reduce
@@ -78,38 +78,51 @@ def empty_tensors(layouts: Iterable[OutputLayout | None], device: torch.device) 
     return [None if layout is None else empty(*layout) for layout in layouts]
 
 
-Examples = Callable[..., Iterable[Tensor | None]]
+Prepared = TypeVar("Prepared")
 
 
-def new_outputs(
-    plan: Plan, examples: Examples, inputs: tuple[Tensor, ...], *properties: int
-) -> list[Any]:
-    """Uninitialized tensors with the layouts of examples(*inputs, *properties), None for None.
+def prepare_once(
+    plan: Plan, prepare: Callable[..., Prepared], inputs: tuple[Tensor, ...], *properties: int
+) -> Prepared:
+    """prepare(spec, block, *inputs, *properties), cached for inputs of equal strides.
+
+    All contiguous inputs count as equal: nothing depends on the strides of their dims of size 1.
 
     Args:
-        plan: Plan in whose cache the layouts are stored, by the strides of `inputs`.
-        examples: A function that returns tensors with these layouts. Its inputs have no data.
+        plan: The plan, in whose cache the result is stored.
+        prepare: A function whose result is what calls share, such as layouts of their outputs. It
+            gets the spec of the plan, the number of queries in a block of its table, inputs
+            without data, and the properties.
         inputs: Tensors whose shapes and dtypes are the same in all calls of the plan.
-        properties: Other values on which the layouts depend.
+        properties: Other values on which the result depends.
     """
-    strides = tuple([x.stride() for x in inputs])
-    layouts = plan.cache.get((examples, properties, strides))
-    if layouts is None:
-        shapes = tuple([x.shape for x in inputs])
-        layouts = _layouts(examples, properties, shapes, strides, inputs[0].dtype)
-        plan.cache[examples, properties, strides] = layouts
-    return empty_tensors(layouts, plan.spec.device)
+    layouts = tuple([x.is_contiguous() or x.stride() for x in inputs])
+    found = plan.cache.get((prepare, properties, layouts))
+    if found is None:
+        shapes, strides = tuple([x.shape for x in inputs]), tuple([x.stride() for x in inputs])
+        block = plan.table.block_size[0]
+        found = _prepare(prepare, plan.spec, block, properties, shapes, strides)
+        plan.cache[prepare, properties, layouts] = found
+    return found
 
 
 @lru_cache(maxsize=4096)  # a DynamicMask is often new, and its plan with it
-def _layouts(
-    examples: Examples,
+def _prepare(
+    prepare: Callable[..., Any],
+    spec: AttentionSpec,
+    block: int,
     properties: tuple[int, ...],
     shapes: tuple[torch.Size, ...],
     strides: tuple[tuple[int, ...], ...],
-    dtype: torch.dtype,
+) -> Any:
+    return prepare(spec, block, *without_data(shapes, strides, spec.dtype), *properties)
+
+
+def layouts_of_out_and_lse(
+    _spec: AttentionSpec, _block: int, query: Tensor, value: Tensor
 ) -> tuple[OutputLayout | None, ...]:
-    return layouts_of(examples(*without_data(shapes, strides, dtype), *properties))
+    """The layouts of out and lse, for prepare_once."""
+    return layouts_of(empty_out_and_lse(query, value))
 
 
 def without_data(

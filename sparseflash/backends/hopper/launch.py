@@ -1,7 +1,6 @@
 """The host side of all kernels: descriptors of tensors, arguments, grids."""
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from sparseflash.backends.triton_common.arguments import (
 from sparseflash.backends.triton_common.constants import ALIGNMENT
 from sparseflash.backends.triton_common.launcher import Launch, launch_and_store, multiprocessors
 from sparseflash.backends.triton_common.relaunch import try_relaunch
-from sparseflash.dispatch.call import Call, OutputLayout, without_data
+from sparseflash.dispatch.call import Call, OutputLayout
 from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.score import find_score_function
 
@@ -73,6 +72,10 @@ class PreparedKernel:
     The parameters of the kernel are its inputs and outputs, each by its `access`; params.Table;
     key_lengths; the work counter; params.Sizes; scale_log2; params.Dropout; params.ScoreParams;
     SCORE, QHEADS_PER_KVHEAD, MASKED, BLOCK; the constants of `config`.
+
+    A launch repeats the previous one of the same plan. So all arguments of the kernel, except
+    addresses, the stride of the bias and seeds, must follow from the plan, the strides of the
+    inputs and which tensors are None (see dispatch.call.prepare_once).
 
     Args:
         kernel: One of sparseflash.backends.hopper.kernels.
@@ -147,47 +150,6 @@ class PreparedKernel:
         names = (*names, "key_lengths", "work_counter", *OF_SCORES)
         names = (*names, "bias_stride", "seed_low", "seed_high")
         return Launch(grid, arguments, variant, constants, names)
-
-
-Prepare = Callable[..., PreparedKernel]
-
-
-def prepared_kernel(
-    prepare: Prepare, call: Call, inputs: tuple[Tensor, ...], *missing: bool
-) -> PreparedKernel:
-    """prepare(spec, block size, *inputs, *missing), cached for inputs of equal strides.
-
-    All contiguous inputs count as equal: nothing depends on the strides of their dims of size 1.
-    A launch of a prepared kernel repeats the previous one of the same plan. So all arguments of
-    the kernel, except addresses, the stride of the bias and seeds, must follow from the plan, the
-    strides of `inputs` and `missing`.
-
-    Args:
-        prepare: A function that prepares the kernel. Its inputs have no data.
-        call: The call.
-        inputs: Addressable tensors.
-        missing: Whether other tensors of the kernel are None.
-    """
-    plan, layouts = call.plan, tuple([x.is_contiguous() or x.stride() for x in inputs])
-    prepared = plan.cache.get((prepare, missing, layouts))
-    if prepared is None:
-        shapes, strides = tuple([x.shape for x in inputs]), tuple([x.stride() for x in inputs])
-        block_size = plan.table.block_size[0]
-        prepared = _prepared_kernel(prepare, plan.spec, block_size, missing, shapes, strides)
-        plan.cache[prepare, missing, layouts] = prepared
-    return prepared
-
-
-@lru_cache(maxsize=4096)  # a DynamicMask is often new, and its plan with it
-def _prepared_kernel(
-    prepare: Prepare,
-    spec: AttentionSpec,
-    block_size: int,
-    missing: tuple[bool, ...],
-    shapes: tuple[torch.Size, ...],
-    strides: tuple[tuple[int, ...], ...],
-) -> PreparedKernel:
-    return prepare(spec, block_size, *without_data(shapes, strides, spec.dtype), *missing)
 
 
 def _argument(tensor: Tensor | None, access: Access) -> Tensor | TensorDescriptor | None:

@@ -11,6 +11,8 @@ equal inputs give equal bits. The fused kernel runs over block rows of keys and 
 fixed order; see select.uses_fused_backward.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,7 @@ from sparseflash.dispatch.call import (
     empty_out_and_lse,
     empty_tensors,
     layouts_of,
+    prepare_once,
 )
 from sparseflash.dispatch.spec import AttentionSpec
 
@@ -54,7 +57,7 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     """(out, lse) of one call; see sparseflash.backends.base."""
     query, (key, value) = launch.addressable(query), _keys_and_values(call, key, value)
     inputs = (query, key, value)
-    prepared = launch.prepared_kernel(_prepare_forward, call, inputs, call.max_logits is None)
+    prepared = prepare_once(call.plan, _prepare_forward, inputs, call.max_logits is None)
     out, lse = empty_tensors(prepared.outputs, call.plan.spec.device)
     prepared.launch(call, *inputs, out, lse, call.max_logits)
     return out, lse
@@ -93,7 +96,8 @@ def backward(
         return *_fused(call, query, grad_out, key, value, lse_delta), None, None, None
     # dQ first: its kernel writes LSE and delta, which the kernel of dK and dV reads.
     if needs_query:
-        grad_query, lse_delta = _dq(call, query, grad_out, out, key, value, lse, grad_lse)
+        inputs = (query, grad_out, out, key, value)
+        grad_query, lse_delta = _dq(call, inputs, lse, grad_lse)
     else:
         lse_delta = _lse_delta(call, grad_out, out, lse, grad_lse)
     tensors = (query, grad_out, key, value, lse_delta)
@@ -135,7 +139,7 @@ def _fused(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq_accumulator = _zero_dq_accumulator(query, call.table)
     inputs = (query, grad_out, key, value)
-    prepared = launch.prepared_kernel(_prepare_fused, call, inputs)
+    prepared = prepare_once(call.plan, _prepare_fused, inputs)
     grad_query, grad_key, grad_value = empty_tensors(prepared.outputs, call.spec.device)
     inputs = (query, grad_out, lse_delta, key, value)
     prepared.launch(call, *inputs, dq_accumulator, grad_key, grad_value)
@@ -181,21 +185,13 @@ def _convert_dq(dq_accumulator: Tensor, scale: float, grad_query: Tensor) -> Non
 
 
 def _dq(
-    call: Call,
-    query: Tensor,
-    grad_out: Tensor,
-    out: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lse: Tensor,
-    grad_lse: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    call: Call, inputs: tuple[Tensor, ...], lse: Tensor, grad_lse: Tensor | None
+) -> list[Tensor]:
     """The gradient of query, and LSE and delta of all queries."""
-    inputs = (query, grad_out, out, key, value)
-    prepared = launch.prepared_kernel(_prepare_dq, call, inputs, grad_lse is None)
+    prepared = prepare_once(call.plan, _prepare_dq, inputs, grad_lse is None)
     grad_query, lse_delta = empty_tensors(prepared.outputs, call.spec.device)
     prepared.launch(call, *inputs, grad_query, lse, grad_lse, lse_delta)
-    return grad_query, lse_delta
+    return [grad_query, lse_delta]
 
 
 def _prepare_dq(
@@ -219,22 +215,14 @@ def _dkdv(
     with_value: bool = True,
 ) -> list[Tensor | None]:
     inputs = (query, grad_out, key, value)
-    prepared = launch.prepared_kernel(_prepare_dkdv, call, inputs, with_key, with_value)
+    prepared = prepare_once(call.plan, _prepare_dkdv, inputs, with_key, with_value)
     gradients = empty_tensors(prepared.outputs, call.spec.device)
     prepared.launch(call, query, grad_out, lse_delta, key, value, *gradients)
     return gradients
 
 
-def _prepare_dkdv(
-    spec: AttentionSpec,
-    block: int,
-    _query: Tensor,
-    _grad_out: Tensor,
-    key: Tensor,
-    value: Tensor,
-    with_key: bool,
-    with_value: bool,
-) -> PreparedKernel:
+def _prepare_dkdv(spec: AttentionSpec, block: int, *inputs_and_wanted: Any) -> PreparedKernel:
+    _query, _grad_out, key, value, with_key, with_value = inputs_and_wanted
     tile = WARPGROUP_TILE
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, tile, tile)
     needs = ((key, with_key), (value, with_value))

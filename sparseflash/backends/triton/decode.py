@@ -19,7 +19,13 @@ from sparseflash.backends.triton.launch import (
     launch_with_layout,
     prepare_pass,
 )
-from sparseflash.dispatch.call import Call, Plan, empty_out_and_lse, new_outputs
+from sparseflash.dispatch.call import (
+    Call,
+    Plan,
+    empty_tensors,
+    layouts_of_out_and_lse,
+    prepare_once,
+)
 
 MAX_SPLITS = 128
 # The fixed time of a program, and the time of merging, each over the time of one key.
@@ -29,7 +35,8 @@ SPLITS_PER_STEP = 16  # of the merge kernel
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.base."""
-    out, lse = new_outputs(call.plan, empty_out_and_lse, (query, value))
+    layouts = prepare_once(call.plan, layouts_of_out_and_lse, (query, value))
+    out, lse = empty_tensors(layouts, call.plan.spec.device)
     tensors = {"query": query, "key": key, "value": value, "out": out}
     prepared = prepare_pass(call.plan, "decode", tensors)
     splits = num_splits(prepared, call.plan)

@@ -11,6 +11,8 @@ writes, so equal inputs give equal bits. Sums for score tensors are in fixed poi
 deterministic is False.
 """
 
+from typing import Any
+
 import torch
 from einops import reduce
 from torch import Tensor
@@ -22,7 +24,17 @@ from sparseflash.backends.triton.kernels.ds_sums import ds_sums_kernel
 from sparseflash.backends.triton.kernels.forward import forward_kernel
 from sparseflash.backends.triton.kernels.lse_delta import lse_delta_kernel
 from sparseflash.backends.triton.launch import launch_pass, launch_with_layout, prepare_pass
-from sparseflash.dispatch.call import Call, Gradients, Needs, Saved, empty_out_and_lse, new_outputs
+from sparseflash.dispatch.call import (
+    Call,
+    Gradients,
+    Needs,
+    Saved,
+    empty_tensors,
+    layouts_of,
+    layouts_of_out_and_lse,
+    prepare_once,
+)
+from sparseflash.dispatch.spec import AttentionSpec
 
 # Largest number of programs of ds_sums for a bias: each has its own sums, as large as a row of it.
 DS_SUMS_PROGRAMS = 512
@@ -31,7 +43,8 @@ LSE_DELTA_ROWS = 64  # largest number of queries of a program of the kernel of L
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.base."""
-    out, lse = new_outputs(call.plan, empty_out_and_lse, (query, value))
+    layouts = prepare_once(call.plan, layouts_of_out_and_lse, (query, value))
+    out, lse = empty_tensors(layouts, call.plan.spec.device)
     tensors = {"query": query, "key": key, "value": value, "out": out}
     prepared = prepare_pass(call.plan, "forward", tensors)
     launch_pass(call, prepared, forward_kernel, tensors, (lse, call.max_logits))
@@ -47,9 +60,8 @@ def backward(
     sums: tuple[Tensor | None, ...] = (None, None, None)
     padded_len = call.table.by_query.num_rows * call.table.block_size[0]
     facts = (needs_query, needs_key or needs_value, padded_len)
-    grad_query, grad_key, grad_value, lse_delta = new_outputs(
-        call.plan, _empty_gradients, (query, key, value), *facts
-    )
+    layouts = prepare_once(call.plan, _layouts_of_gradients, (query, key, value), *facts)
+    grad_query, grad_key, grad_value, lse_delta = empty_tensors(layouts, call.plan.spec.device)
     lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     lse_arguments = (grad_lse, *lse_strides, lse, lse_delta)
     inputs = {"query": query, "key": key, "value": value}
@@ -70,18 +82,13 @@ def backward(
     return grad_query, grad_key, grad_value, *sums
 
 
-def _empty_gradients(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    needs_query: bool,
-    needs_key_or_value: bool,
-    padded_len: int,
-) -> tuple[Tensor | None, ...]:
-    """New tensors for dQ, for dK and dV, and for LSE and delta."""
+def _layouts_of_gradients(spec: AttentionSpec, _block: int, *inputs_and_needs: Any) -> tuple:
+    """Layouts of dQ, of dK and dV, and of LSE and delta."""
+    query, key, value, needs_query, needs_key_or_value, padded_len = inputs_and_needs
     lse_delta = query.new_empty(*query.shape[:2], 2, padded_len, dtype=torch.float32)
     needs = ((query, needs_query), (key, needs_key_or_value), (value, needs_key_or_value))
-    return *[torch.empty_like(x) if needed else None for x, needed in needs], lse_delta
+    examples = [torch.empty_like(x) if needed else None for x, needed in needs]
+    return layouts_of([*examples, lse_delta])
 
 
 def _launch_lse_delta(call: Call, out: Tensor, grad_out: Tensor, lse_arguments: tuple) -> None:

@@ -11,7 +11,7 @@ from sparseflash.backends import hopper
 from sparseflash.backends.hopper import configs, launch
 from sparseflash.backends.hopper.configs import KernelConfig
 from sparseflash.backends.triton_common import launcher
-from sparseflash.dispatch.call import Call, Plan, empty_tensors, layouts_of
+from sparseflash.dispatch.call import Call, Plan, empty_tensors, layouts_of, prepare_once
 from sparseflash.testing import STRIDES, make_inputs
 from tests.helpers.calls import spec_of
 
@@ -178,7 +178,7 @@ def test_a_kernel_is_prepared_once_for_inputs_of_equal_strides():
         return launch.PreparedKernel(None, (), KernelConfig(1, {}), layouts)
 
     def prepared(call, query, key, may_be_none=False):
-        return launch.prepared_kernel(prepare, call, (query, key), may_be_none)
+        return prepare_once(call.plan, prepare, (query, key), may_be_none)
 
     query, key = (torch.empty(3, heads, 1024, 64, dtype=torch.bfloat16) for heads in (4, 2))
     turned = torch.empty(3, 1024, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
