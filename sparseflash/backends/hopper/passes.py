@@ -221,8 +221,8 @@ def _dkdv(
     return gradients
 
 
-def _prepare_dkdv(spec: AttentionSpec, block: int, *inputs_and_wanted: Any) -> PreparedKernel:
-    _query, _grad_out, key, value, with_key, with_value = inputs_and_wanted
+def _prepare_dkdv(spec: AttentionSpec, block: int, *inputs_and_needs: Any) -> PreparedKernel:
+    _query, _grad_out, key, value, with_key, with_value = inputs_and_needs
     tile = WARPGROUP_TILE
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, tile, tile)
     needs = ((key, with_key), (value, with_value))
