@@ -20,7 +20,9 @@ class Compiler:
 
     def __init__(self):
         environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment["PYTHONPATH"] = str(ROOT)
+        # What a caller put in front of the installed packages stays: another Triton, for example.
+        paths = (str(ROOT), os.environ.get("PYTHONPATH"))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self.server = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.helpers.compiler"],
             env=environment,

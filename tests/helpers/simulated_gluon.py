@@ -398,9 +398,9 @@ def _store(pointer, value, mask=True):
     pointer.entries[offset[mask]] = value.expand(offset.shape)[mask].to(pointer.entries.dtype)
 
 
-def _atomic_add(pointer, value, sem):
-    old = pointer.entries[pointer.offset].clone()
-    pointer.entries[pointer.offset] += value
+def _atomic_add(pointer, value, mask=True, sem=None):
+    old = _load(pointer, mask)
+    _store(pointer, old + value, mask)
     return old
 
 

@@ -64,8 +64,24 @@ def next_work_id(params, work_id):
     """
     next_work = work_id + gl.num_programs(0)
     if params.work_counter is not None:
-        next_work = gl.num_programs(0) + gl.atomic_add(params.work_counter, 1, sem="relaxed")
+        if params.dropout.threshold is None:
+            taken = gl.atomic_add(params.work_counter, 1, sem="relaxed")
+        else:
+            taken = atomic_increment(params.work_counter)
+        next_work = gl.num_programs(0) + taken
     return next_work
+
+
+@gluon.jit
+def atomic_increment(counter):
+    """gl.atomic_add(counter, 1) by one warp, without shared memory.
+
+    A scalar one takes a multiple of 128 bytes, which 128 dims with dropout do not leave.
+    """
+    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    none = lanes * 0
+    taken = gl.atomic_add(counter + none, none + 1, mask=lanes == 0, sem="relaxed")
+    return gl.max(gl.where(lanes == 0, taken, 0), axis=0)
 
 
 @gluon.jit
