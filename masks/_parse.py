@@ -48,6 +48,8 @@ def parse(text: str) -> Pattern:
     """
     if not isinstance(text, str):
         raise TypeError(f"text must be a string, got {type(text).__name__}")
+    if text.endswith(".py"):
+        raise ValueError(f"pattern {text!r} must name a pattern of the file, as {text}:NAME")
     path, _, name = text.rpartition(".py:")
     if path and name.isidentifier():
         return _from_file(Path(f"{path}.py"), name)

@@ -13,6 +13,7 @@ from masks.block_mask import BlockMask
 _SHADES = " ░▒▓█"
 MAX_CELLS = 512  # fewer than the pixels of a picture, so that every cell is visible
 MAX_PICTURES = 16
+COLUMNS = 80  # of a terminal
 FORMATS = (".png", ".svg", ".pdf")
 FAINTEST = (
     0.3  # least shade of a non-empty cell: a row of global tokens among a million is visible
@@ -80,7 +81,7 @@ def _blocks_per_cell(mask: BlockMask, most: int) -> tuple[int, int]:
     return math.ceil(mask.grid.nq / most), math.ceil(mask.grid.nk / most)
 
 
-def text(mask: BlockMask, most: int = 48) -> str:
+def text(mask: BlockMask, most: int = COLUMNS // 2) -> str:
     """The mask of the first head as text; rows are queries, columns are keys.
 
     A character is darker if more pairs attend, and blank only if none does.

@@ -102,6 +102,7 @@ class Choice:
         pattern: The pattern as it was given.
         block_size: Side of a block, in tokens.
         density: Non-zero blocks over all blocks.
+        pairs: Attended pairs.
         useful: Attended pairs over computed pairs; 1 / useful is the overhead of blocks.
         predicted_ms: Least time that the device allows, in milliseconds.
         measured_ms: Measured time, in milliseconds; None before `measure`.
@@ -113,6 +114,7 @@ class Choice:
     pattern: str
     block_size: int
     density: float
+    pairs: int
     useful: float
     predicted_ms: float
     measured_ms: float | None = None
@@ -126,7 +128,7 @@ def block_sizes(
     """Compares a pattern in blocks of several sizes.
 
     Small blocks compute fewer pairs that do not attend. Large blocks read less memory and use the
-    tensor cores better.
+    tensor cores better. A pattern of blocks, such as butterfly(), is another one in other blocks.
 
     Args:
         pattern: A Pattern, or its text.
@@ -336,12 +338,13 @@ def _pareto_front(times: Sequence[float], values: Sequence[float]) -> list[tuple
 
 def _choice(pattern: Pattern | str, mask: BlockMask, workload: Workload) -> Choice:
     text = pattern if isinstance(pattern, str) else pattern.name
-    computed = computed_pairs(mask)
+    attended, computed = attended_pairs(mask), computed_pairs(mask)
     return Choice(
         pattern=text,
         block_size=mask.block_size[0],
         density=mask.density,
-        useful=attended_pairs(mask) / computed if computed else 1.0,
+        pairs=attended,
+        useful=attended / computed if computed else 1.0,
         predicted_ms=workload.predicted_ms(mask),
     )
 

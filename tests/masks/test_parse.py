@@ -31,6 +31,11 @@ def test_keywords_between_patterns_are_refused_with_the_operators_that_are_known
         masks.parse("(local(3) and full()) & causal()")
 
 
+def test_a_file_without_a_name_is_answered_with_how_to_name_a_pattern():
+    with pytest.raises(ValueError, match=r"'own\.py' must name .* as own\.py:NAME$"):
+        masks.parse("own.py")
+
+
 def test_long_chains_are_compared_and_built():
     chains = [masks.local(3), masks.local(3)]
     for _ in range(600):  # twice as many operators, more than Python has frames

@@ -51,6 +51,10 @@ def test_every_cell_that_attends_is_shown():
     assert all("░" in line for line in plot.text(mask).splitlines())
 
 
+def test_the_text_fits_into_a_terminal_of_80_columns():
+    assert max(map(len, plot.text(masks.causal()(6144, 128)).splitlines())) <= 80
+
+
 def test_every_row_of_cells_is_seen_in_the_picture(tmp_path):
     blocks = torch.zeros(1024, 1024, dtype=torch.bool)
     blocks[::50] = True

@@ -42,6 +42,11 @@ def test_times_are_predicted_for_the_gpu_of_this_machine(monkeypatch, name, pred
     assert found["workload"]["device"] == predicted
 
 
+def test_advise_says_that_a_rule_of_blocks_is_another_pattern_in_other_blocks():
+    assert "A rule of blocks: between" in invoke("advise", "butterfly()", *SIZE).output
+    assert "A rule of blocks" not in invoke("advise", "local(20)", *SIZE).output
+
+
 @pytest.mark.parametrize("command", [("advise", "full()"), ("search", "--layers", 1)])
 def test_pictures_are_checked_before_any_work(command, monkeypatch):
     monkeypatch.setattr(choices.Workload, "mask", None)
