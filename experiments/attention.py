@@ -20,17 +20,17 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Ten
 
 
 def parse_attention(expression: str | Sequence[str], block_size: int = 128) -> AttentionFunction:
-    """The attention function that `expression` names, one and the same for equal arguments.
+    """The attention function of an expression; equal arguments give the same object.
 
-    So compiled code, which holds a pattern by its identity, serves all layers and models of it.
+    So all layers and models with this function share compiled code, which refers to a pattern by
+    its identity.
 
     Args:
-        expression: One of NAMED; a pattern as masks.parse reads it; or a list of patterns, one
-            for each head.
-        block_size: Of the patterns, in tokens.
+        expression: One of NAMED; the text of a pattern; or a list of patterns, one for each head.
+        block_size: Side of a block of patterns, in tokens.
 
     Raises:
-        ValueError: With the known names.
+        ValueError: The expression cannot be parsed; the message lists the known names.
     """
     return _parse_attention(
         expression if isinstance(expression, str) else tuple(expression), block_size
@@ -53,9 +53,9 @@ def _parse_attention(expression: str | tuple[str, ...], block_size: int) -> Atte
 
 
 def pattern_attention(pattern: masks.Pattern, block_size: int) -> AttentionFunction:
-    """Attention with the blocks of a pattern alone.
+    """Attention with a pattern.
 
-    A query whose pattern has no key that is attended reads the others of its pattern.
+    A query whose pattern contains only masked keys attends these keys.
     """
     pattern = pattern.with_block_size(block_size)
 
@@ -81,10 +81,10 @@ PADDED = 16  # head dims that every backend has are multiples of this
 def with_masked_keys(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with more features, by one of which masked keys score -MASKING^2 scale less.
+    """Adds features, one of which lowers the score of masked keys by MASKING^2 scale.
 
-    The kernels take a mask of keys by length alone. This one costs features up to the next
-    multiple of PADDED.
+    The kernels mask keys only by length. This mask costs features up to the next multiple of
+    PADDED.
 
     Args:
         query, key, value: (batch, heads, seq_len, head_dim).
@@ -114,7 +114,7 @@ def standard(query, key, value, keys, dropout_p):
 
 
 def sdpa(query, key, value, keys, dropout_p):
-    """torch's own dense attention: FlashAttention-2 or cuDNN where they can."""
+    """The dense attention of torch, which may run FlashAttention-2 or cuDNN."""
     mask = None if keys is None else attended(keys, key.shape[2])[:, None, None]
     return scaled_dot_product_attention(query, key, value, mask, dropout_p)
 
@@ -136,7 +136,7 @@ def linear(query, key, value, keys, dropout_p):
 
 
 def attended(keys: Tensor, k_len: int) -> Tensor:
-    """Which keys are attended, bool (batch, k_len), from lengths or from a mask."""
+    """The keys that are attended, bool (batch, k_len), from lengths or a mask."""
     if keys.dtype == torch.bool:
         return keys
     return torch.arange(k_len, device=keys.device) < keys[:, None]

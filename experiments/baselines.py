@@ -35,18 +35,18 @@ WITH_DROPOUT = (
     Baseline.LONGFORMER,
 )
 STANDARD_PARTS = ("product", "mask", "softmax", "dropout", "product with V")
-# What libraries raise, besides RuntimeError, for a problem that they do not take.
+# Errors of libraries, besides RuntimeError, for problems that they do not support.
 REFUSALS = (AssertionError, ImportError, TypeError, ValueError)
 
 
 class BaselineError(RuntimeError):
-    """A baseline cannot compute a problem here."""
+    """A baseline cannot compute a problem on this machine."""
 
 
 def attend_sparseflash(
     problem: Problem, named: str = "auto", extras: Extras = NO_EXTRAS
 ) -> Attend:
-    """named: a backend, with ANY_ORDER where its gradients need no fixed order of sums."""
+    """Our implementation; named: a backend, with the suffix ANY_ORDER for deterministic=False."""
     backend = named.removesuffix(ANY_ORDER)
     options = {"backend": backend, "deterministic": backend == named}
     if extras.key_lengths is not None:
@@ -59,8 +59,11 @@ def attend_sparseflash(
 
 
 def attend_baseline(baseline: Baseline, problem: Problem, extras: Extras = NO_EXTRAS) -> Attend:
-    """The baseline on this mask. Raises ValueError for a dense baseline and a sparse mask, and
-    BaselineError for extras that it has not, or not on this mask.
+    """The baseline for this mask.
+
+    Raises:
+        ValueError: The baseline is dense, and the mask is sparse.
+        BaselineError: The baseline does not support the extras, or not with this mask.
     """
     padded = extras.key_lengths is not None
     by_mask = baseline in (Baseline.SDPA, Baseline.STANDARD) and problem.dense == "full"
@@ -69,7 +72,7 @@ def attend_baseline(baseline: Baseline, problem: Problem, extras: Extras = NO_EX
     if extras.dropout_p > 0 and baseline not in WITH_DROPOUT:
         raise BaselineError(f"{baseline} has no dropout")
     if baseline is Baseline.FLEX:
-        # A full mask is what FlexAttention computes without a block mask.
+        # Without a block mask FlexAttention computes the full mask.
         return attend_flex(None if problem.dense == "full" else flex_mask(problem))
     if baseline in ON_INSTALLED:
         return ON_INSTALLED[baseline](problem)
@@ -101,7 +104,7 @@ def attend_sdpa(baseline: Baseline, causal: bool, dropout_p: float = 0.0) -> Att
 
 
 def _grouped(query: Tensor, key: Tensor) -> bool:
-    """Whether several query heads read one key head."""
+    """Whether several query heads share a key head."""
     return query.shape[1] != key.shape[1]
 
 
@@ -118,8 +121,9 @@ def attend_standard(causal: bool, dropout_p: float = 0.0) -> Attend:
 def standard_parts(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout_p: float
 ) -> dict[str, Callable[[Tensor], Tensor]]:
-    """STANDARD_PARTS in their order, each a function of the result of the one before; the first
-    takes anything.
+    """STANDARD_PARTS in order, each as a function of the previous result.
+
+    The argument of the first one is ignored.
     """
 
     def mask(scores):
@@ -147,10 +151,11 @@ def attend_padded(attention: AttentionFunction, extras: Extras) -> Attend:
 
 
 def attend_approximate(baseline: Baseline, causal: bool, extras: Extras) -> Attend:
-    """Attention that approximates the full mask; a layer of a package without its projections.
+    """Approximate attention with the full mask: a layer of a package without its projections.
 
-    Raises BaselineError for the causal mask, and, when it is called, where its package is not
-    installed or does not take the problem.
+    Raises:
+        BaselineError: The mask is causal. The returned function raises it if the package is not
+            installed or does not support the problem.
     """
     if causal:
         raise BaselineError(f"{baseline} is measured on full masks only")
@@ -171,10 +176,11 @@ def attend_approximate(baseline: Baseline, causal: bool, extras: Extras) -> Atte
 
 
 def attend_flash4(problem: Problem) -> Attend:
-    """FlashAttention-4 on (batch, seq, heads, dim) tensors, here seen as ours are.
+    """FlashAttention-4. Its tensors are (batch, seq, heads, dim), here transposed views of ours.
 
-    Raises BaselineError where it is not installed, and for masks with partial blocks, whose
-    elements it takes as code of its own language.
+    Raises:
+        BaselineError: It is not installed, or the mask has partial blocks, for which it needs code
+            in its own language.
     """
     try:
         from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
@@ -192,7 +198,7 @@ def attend_flash4(problem: Problem) -> Attend:
 
 
 def flash4_blocks(mask: BlockMask) -> dict:
-    """The blocks of a mask as FlashAttention-4's arguments, by query and by key."""
+    """The blocks of a mask as arguments of FlashAttention-4, by query and by key."""
     from flash_attn.cute.block_sparsity import (  # pyright: ignore[reportMissingImports]
         BlockSparseTensorsTorch,
     )
@@ -208,9 +214,10 @@ def flash4_blocks(mask: BlockMask) -> dict:
 
 
 def attend_cudnn_bsa(problem: Problem) -> Attend:
-    """cuDNN's block-sparse attention on lists of blocks, its backward pass by autograd.
+    """cuDNN's block-sparse attention with block lists; its backward pass runs by autograd.
 
-    Raises BaselineError where it is not installed, and for masks that its lists cannot hold.
+    Raises:
+        BaselineError: It is not installed, or its lists cannot represent the mask.
     """
     with refusals("cuDNN's block-sparse attention"):
         from cudnn import block_sparse_attention as bsa  # pyright: ignore
@@ -243,10 +250,13 @@ def attend_cudnn_bsa(problem: Problem) -> Attend:
 
 
 def attend_cudnn_flex(problem: Problem) -> Attend:
-    """cuDNN's attention of interval masks on (batch, seq, heads, dim) tensors, here seen as ours
-    are. Its plan is made by the first call, with the backward pass where inputs want gradients.
+    """cuDNN's flex attention with intervals of keys.
 
-    Raises BaselineError where it is not installed.
+    Its tensors are (batch, seq, heads, dim), here transposed views of ours. The first call makes
+    its plan, with a backward pass if inputs require gradients.
+
+    Raises:
+        BaselineError: It is not installed.
     """
     with refusals("cuDNN's flex attention"):
         from cudnn.flex_attention import create_mask_plan, flex_attn_func  # pyright: ignore
@@ -266,7 +276,7 @@ def attend_cudnn_flex(problem: Problem) -> Attend:
 
 @contextmanager
 def refusals(who: str) -> Iterator[None]:
-    """What a library refuses becomes a BaselineError, on one line."""
+    """Turns errors of a library into a BaselineError of one line."""
     try:
         yield
     except REFUSALS as error:
@@ -275,7 +285,7 @@ def refusals(who: str) -> Iterator[None]:
 
 
 def attend_flex(block_mask: flex.BlockMask | None) -> Attend:
-    """FlexAttention with a block mask; with none, of the full mask."""
+    """FlexAttention with a block mask, or without one for the full mask."""
     compiled = _compiled_flex()
     return lambda query, key, value: compiled(
         query, key, value, block_mask=block_mask, enable_gqa=_grouped(query, key)
@@ -284,19 +294,19 @@ def attend_flex(block_mask: flex.BlockMask | None) -> Attend:
 
 @cache
 def _compiled_flex():
-    # A backward pass that is timed runs more than once on the same saved tensors, which donated
-    # buffers rule out.
+    # A timed backward pass runs several times on the same saved tensors, so buffers must not be
+    # donated.
     functorch_config.donated_buffer = False
     dynamo_config.recompile_limit = RECOMPILE_LIMIT
-    # With fullgraph, passing the limit is an error and not a silent fall to the quadratic eager
-    # form.
+    # With fullgraph, exceeding the recompile limit is an error. Otherwise the quadratic eager form
+    # would run silently.
     return torch.compile(flex.flex_attention, fullgraph=True, dynamic=False)
 
 
 def flex_mask(problem: Problem) -> flex.BlockMask:
-    """Exactly the same mask for FlexAttention: full blocks, and the pairs of partial ones.
+    """The same mask for FlexAttention: full blocks, and the pairs of partial blocks.
 
-    Without partial blocks it compiles no code for them; a predicate is faster than looking up.
+    Without partial blocks no code is compiled for them. A predicate is faster than a look-up.
     """
     mask, predicate = problem.mask, problem.predicate
     if mask.partial_blocks and predicate is None:

@@ -18,7 +18,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 SAMPLED_ROWS = 64
 DROPOUT_SEED = 7
-# The error that a kernel may have is so many times that of materialised attention in its dtype,
+# Largest error of a kernel: this factor times the error of materialised attention in its dtype,
 ERROR_FACTOR = 3
 # plus this share of the largest value. It is for exp(score - LSE): the rounding of float32 scores
 # and LSEs of about 10 is some 6 eps, which the softmax of materialised scores does not have. The
@@ -32,25 +32,25 @@ class CheckError(Exception):
 
 @dataclass(frozen=True)
 class Extras:
-    """What an implementation is asked for besides the mask.
+    """The arguments of an implementation besides the mask.
 
     Attributes:
-        dropout_p: Probability with which a weight is dropped, by ours with DROPOUT_SEED.
-        key_lengths: Integers (batch,), the keys of each batch element.
+        dropout_p: Probability of dropout; ours uses DROPOUT_SEED.
+        key_lengths: Integers (batch,), the number of keys of each batch element.
     """
 
     dropout_p: float = 0.0
     key_lengths: Tensor | None = None
 
     def keys(self, k_len: int, device: torch.device) -> Tensor:
-        """bool, to broadcast to (batch, heads, rows, k_len): the keys that are no padding."""
+        """The keys that are not padding: bool, broadcastable to (batch, heads, rows, k_len)."""
         if self.key_lengths is None:
             return torch.ones((), dtype=torch.bool, device=device)
         key = torch.arange(k_len, device=device)
         return key < self.key_lengths.to(device).view(-1, 1, 1, 1)
 
     def keep(self, query: Tensor, rows: Tensor, k_len: int) -> Tensor | None:
-        """(batch, heads, rows, k_len): what ours multiplies each weight of these queries by."""
+        """(batch, heads, rows, k_len): the factor of each probability in our dropout."""
         if self.dropout_p == 0:
             return None
         batch, heads = query.shape[:2]
@@ -69,12 +69,14 @@ def check(
     backward: bool = True,
     extras: Extras | None = None,
 ) -> None:
-    """Compares attend(query, key, value), and its gradients if `backward`, with float64 standard
-    attention.
+    """Compares a function, and its gradients if `backward`, with float64 standard attention.
 
-    inputs: query (batch, heads, q_len, head_dim), key, value (batch, kv_heads, k_len, head_dim),
-        requiring gradients.
-    Raises CheckError naming `what`, the tensor and its worst row.
+    Args:
+        inputs: query (batch, heads, q_len, head_dim), key and value (batch, kv_heads, k_len,
+            head_dim), which require gradients.
+
+    Raises:
+        CheckError: An error is too large; the message names `what`, the tensor and its worst row.
     """
     query = inputs[0]
     rows = sample_rows(query.shape[2]).to(query.device)
@@ -95,13 +97,13 @@ def check(
 
 
 def sample_rows(q_len: int) -> Tensor:
-    """The first query token, the last, and random ones between, SAMPLED_ROWS at most."""
+    """The first and the last query, and random ones between them, at most SAMPLED_ROWS."""
     inner = torch.randperm(q_len)[: SAMPLED_ROWS - 2]
     return torch.unique(torch.cat([torch.tensor([0, q_len - 1]), inner]))
 
 
 def dense_rows(mask: BlockMask, rows: Tensor) -> Tensor:
-    """bool (mask heads, rows, k_len): which keys the query tokens `rows` attend to."""
+    """bool (mask heads, rows, k_len): the keys that the queries `rows` attend."""
     k_len = mask.seq_len[1]
     slices = (mask.slice_queries(row, row + 1).to_dense() for row in rows.tolist())
     return torch.cat([dense.reshape(-1, 1, k_len) for dense in slices], 1).to(rows.device)
@@ -129,13 +131,13 @@ def _standard(
 ):
     """Standard attention of the sampled rows in `dtype`, every intermediate rounded to it.
 
-    keep: by what each weight is multiplied by dropout, None without.
+    keep: the factor of each probability in dropout; None without dropout.
     """
     leaves = [t.detach().to(dtype).requires_grad_() for t in (inputs[0][:, :, rows], *inputs[1:])]
     query, key, value = leaves
     products = _product(query, key.mT)
     scores = (products * query.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
-    # A query without keys has weights 0, not the NaN of softmax.
+    # P of a query without keys is 0, not the NaN of softmax.
     weights = scores.softmax(-1).masked_fill(~allowed, 0)
     out = _product(weights if keep is None else weights * keep.to(dtype), value)
     results = [out.detach()]
@@ -145,7 +147,7 @@ def _standard(
 
 
 def _product(of_queries: Tensor, of_keys: Tensor) -> Tensor:
-    """Their product, head h of the queries with head h // (heads // kv_heads) of the keys."""
+    """The product of query head h and key head h // (heads // kv_heads)."""
     (heads, rows), kv_heads = of_queries.shape[1:3], of_keys.shape[1]
     grouped = of_queries.reshape(-1, kv_heads, heads // kv_heads * rows, of_queries.shape[3])
     return (grouped @ of_keys).reshape(-1, heads, rows, of_keys.shape[3])

@@ -60,12 +60,12 @@ class Baseline(StrEnum):
 
     @property
     def approximate(self) -> bool:
-        """Whether its results are others than those of attention."""
+        """Whether it approximates attention."""
         return list(Baseline).index(self) >= list(Baseline).index(Baseline.LINEAR)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The types of device that it runs on."""
+        """The types of device on which it runs."""
         anywhere = self.approximate or self in (Baseline.SDPA, Baseline.STANDARD)
         return ("cpu", "cuda") if anywhere else ("cuda",)
 
@@ -102,11 +102,11 @@ class Passes(StrEnum):
 
 
 class Clock(StrEnum):
-    """What measures the time of a call.
+    """How the time of a call is measured.
 
-    cpu: `perf_counter` around it. events: two CUDA events around it, the cache flushed before it;
-    host time shows where it outlasts the device's. graph: two CUDA events around the replay of a
-    CUDA graph that holds it, the cache flushed before it; device time alone.
+    cpu: `perf_counter`. events: two CUDA events around the call, after the cache was flushed; this
+    includes host time if it is longer than device time. graph: two CUDA events around the replay
+    of a CUDA graph of the call, after the cache was flushed; this is device time only.
     """
 
     CPU = "cpu"
@@ -115,7 +115,7 @@ class Clock(StrEnum):
 
 
 class Load(StrEnum):
-    """How busy the device is while a call is timed; see `timing`."""
+    """The load of the device while a call is timed; see `timing`."""
 
     RESTED = "rested"
     SUSTAINED = "sustained"
@@ -128,7 +128,7 @@ class Load(StrEnum):
 
 
 def parse_numbers(text: str, convert: Callable, what: str, example: str) -> tuple:
-    """Numbers separated by commas. Raises typer.BadParameter for any other text."""
+    """Parses numbers separated by commas. Raises typer.BadParameter for other text."""
     try:
         return tuple(convert(part.strip()) for part in text.split(","))
     except (ValueError, ZeroDivisionError):
@@ -152,7 +152,7 @@ def parse_densities(text: str) -> tuple[float, ...]:
 
 
 def parse_patterns(text: str) -> tuple[str, ...]:
-    """Pattern names, separated by the commas that stand outside parentheses."""
+    """Pattern names, separated by commas outside of parentheses."""
     from experiments.pattern_families import parse_family
 
     names = tuple(part.strip() for part in re.split(r",(?![^(]*\))", text))
@@ -216,30 +216,30 @@ def usage_errors(*kinds: type[Exception]) -> AbstractContextManager[None, bool |
 
 
 def help_of(doc: str | None) -> str:
-    """A module's docstring as help of typer without markup, which joins lines unless told so."""
+    """The docstring of a module as help text, in which typer keeps the line breaks."""
     return str(doc).replace("\n\n", "\n\n\b\n")
 
 
 def needs(found: object, what: str) -> None:
-    """Raises typer.BadParameter that says what a command needs, unless it was found."""
+    """Raises typer.BadParameter with what a command needs, unless `found` is true."""
     if not found:
         raise typer.BadParameter(f"this command needs {what}")
 
 
 def needs_extra(extra: str, module: str) -> None:
-    """Raises typer.BadParameter that says how to install an extra, unless its module is there."""
+    """Raises typer.BadParameter with the install command of an extra, if its module is missing."""
     needs(find_spec(module), f"{module}: pip install -e '.[{extra}]'")
 
 
 def needs_cuda() -> None:
-    """Raises typer.BadParameter where there is no CUDA device."""
+    """Raises typer.BadParameter if there is no CUDA device."""
     import torch
 
     needs(torch.cuda.is_available(), "a CUDA device, and this machine has none")
 
 
 def resolve(device: Device) -> str:
-    """The device's type. Raises typer.BadParameter where it is asked for and missing."""
+    """The type of the device. Raises typer.BadParameter if the chosen one is missing."""
     import torch
 
     if device is Device.CUDA:
@@ -250,14 +250,14 @@ def resolve(device: Device) -> str:
 
 
 def output_folder(output: Path, overwrite: bool) -> Path:
-    """A folder for results, created where it is missing.
+    """The folder of results, which is created if it is missing.
 
     Args:
-        output: the folder.
-        overwrite: whether it may be that of the records that the package ships.
+        output: The folder.
+        overwrite: Whether it may be the folder of the records in the package.
 
     Raises:
-        typer.BadParameter: for a folder inside the package, or one that cannot be created.
+        typer.BadParameter: The folder is inside the package, or cannot be created.
     """
     if not overwrite and output.resolve().is_relative_to(SHIPPED.parent):
         raise typer.BadParameter(
@@ -282,9 +282,9 @@ def output_file(output: Path, name: str, device: str, overwrite: bool) -> Path:
 
 @contextmanager
 def building(root: Path, name: str) -> Iterator[Path]:
-    """A folder that takes its name when it is complete; what was there before is never touched.
+    """A folder that gets its name when it is complete. An existing folder is not changed.
 
-    Of one that fails nothing stays behind, neither the folders that it is made in.
+    If writing fails, it is removed, with parent folders that were created for it.
     """
     target = root / name
     if target.exists():
@@ -298,5 +298,5 @@ def building(root: Path, name: str) -> Iterator[Path]:
         created = []
     finally:
         for folder in created:
-            with suppress(OSError):  # meanwhile others may have written there
+            with suppress(OSError):  # other processes may have written there
                 folder.rmdir()

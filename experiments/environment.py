@@ -18,7 +18,7 @@ PACKAGES = ("torch", "triton", "numpy", "flash-attn-4", "nvidia-cudnn-frontend")
 
 
 def environment(device: torch.device) -> dict:
-    """All that one has to know to repeat a measurement, as plain values for a JSON file."""
+    """The environment of a measurement, as values of JSON."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
@@ -30,13 +30,15 @@ def environment(device: torch.device) -> dict:
 
 
 def device_name(device: torch.device) -> str:
-    """The name that the maker gave the device, "NVIDIA H200" for one."""
+    """The product name of the device, such as "NVIDIA H200"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
 
 
 def git_state() -> dict:
-    """The commit, and whether tracked files differ from it; None and None outside a repository of
-    its own: that of a folder around it says nothing about this code."""
+    """(commit, whether tracked files differ from it); (None, None) outside of a repository.
+
+    The repository of a parent folder does not count.
+    """
     try:
         if Path(_git("rev-parse", "--show-toplevel")).resolve() == ROOT.resolve():
             dirty = bool(_git("status", "--porcelain", "--untracked-files=no"))

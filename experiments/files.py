@@ -12,13 +12,13 @@ RESULT = "result.json"  # in the folder of a run: what it reports at its end
 def write_json(path: Path, value: object) -> None:
     """Writes a value and creates the folders above it.
 
-    The text goes to a temporary file of a unique name beside `path`, which then replaces it: a
-    reader sees the old value or the new one, and two writers do not mix. The temporary file is
-    removed where writing fails.
+    The text is written to a temporary file with a unique name, which then replaces `path`. So a
+    reader sees the old or the new value, and two writers do not mix. If writing fails, the
+    temporary file is removed.
 
     Args:
-        path: the file, replaced if it exists.
-        value: what `json.dumps` takes.
+        path: The file, which is replaced if it exists.
+        value: A value that `json.dumps` accepts.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{uuid4().hex}.part")
@@ -36,7 +36,7 @@ def record_path(folder: Path, name: str, device: str) -> Path:
 
 
 def shared(what: str, found: Iterable[str]) -> str:
-    """What all runs of a record share. Raises ValueError where they do not."""
+    """The common value of all runs of a record. Raises ValueError if they differ."""
     distinct = set(found)
     if len(distinct) != 1:
         raise ValueError(f"runs of a record must have one {what}, got {sorted(distinct)}")
@@ -44,11 +44,11 @@ def shared(what: str, found: Iterable[str]) -> str:
 
 
 def read_results(folders: Iterable[Path]) -> list[dict]:
-    """What runs wrote to RESULT in their folders. Raises ValueError for a folder without it."""
+    """The contents of RESULT in folders of runs. Raises ValueError for a folder without it."""
     paths = [folder / RESULT for folder in folders]
     for path in paths:
         if not path.exists():
-            raise ValueError(f"{path.parent} holds no {RESULT}: no run of it came to an end")
+            raise ValueError(f"{path.parent} has no {RESULT}: none of its runs has finished")
     return [json.loads(path.read_text()) for path in paths]
 
 

@@ -30,17 +30,17 @@ QKV = ("dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Case:
-    """One mask on one problem size, and what is measured on it.
+    """One mask with one problem size, and its implementations.
 
     Attributes:
-        suite: to which it belongs.
-        family: of the pattern.
-        problem: the compiled mask.
-        batch, heads, seq_len, head_dim, block_size: the size; lengths in tokens.
-        implementations: names of baselines, and ours as "sparseflash" or "sparseflash:backend".
-        q_len, kv_heads: of a case that is decoded, which has no backward pass.
-        dropout_p: of the case alone, in place of the method's.
-        backward: whether it has a backward pass.
+        suite: Name of the suite.
+        family: Family of the pattern.
+        problem: The compiled mask.
+        batch, heads, seq_len, head_dim, block_size: The sizes; lengths in tokens.
+        implementations: Names of baselines, and ours as "sparseflash" or "sparseflash:backend".
+        q_len, kv_heads: Sizes of a decoding step, which has no backward pass.
+        dropout_p: Probability of dropout; None for that of the method.
+        backward: Whether there is a backward pass.
     """
 
     suite: str
@@ -74,14 +74,14 @@ class Case:
         return [d for d in method.directions if d == "forward" or backward]
 
     def key_value_bytes(self, itemsize: int) -> int | None:
-        """Of the keys and values in non-zero blocks; None where it is not decoded."""
+        """Bytes of the keys and values in non-zero blocks; None if it is not a decoding step."""
         if self.kv_heads is None:
             return None
         numbers = 2 * self.batch * self.kv_heads * self.seq_len * self.head_dim
         return round(self.problem.density * numbers * itemsize)
 
     def lengths(self, method: Method) -> list[int] | None:
-        """The keys of each batch element, from all to those of the shortest; None for all."""
+        """The number of keys of each batch element, with equal differences; None for all keys."""
         if method.padding == 0:
             return None
         steps = max(1, self.batch - 1)
@@ -89,9 +89,9 @@ class Case:
         return [max(1, round(self.seq_len * (1 - share))) for share in lacking]
 
     def extras(self, method: Method) -> Extras:
-        """What implementations are asked for besides the mask.
+        """The arguments of implementations besides the mask.
 
-        A capture cannot copy lengths to the device, and a call from Python would wait for it.
+        Lengths are on the device: a graph capture cannot copy them, and a call would wait.
         """
         lengths = self.lengths(method)
         dropout_p = method.dropout_p if self.dropout_p is None else self.dropout_p
@@ -101,7 +101,7 @@ class Case:
         return Extras(dropout_p, torch.tensor(lengths, device=device))
 
     def density(self, method: Method) -> float:
-        """s of the blocks that hold keys of their batch element."""
+        """The density s, counting only blocks with keys inside the key length."""
         mask, lengths = self.problem.mask, self.lengths(method)
         if lengths is None:
             return self.problem.density
@@ -121,18 +121,18 @@ def measure(
     """Checks implementations on a case, then times each pass, then takes its peak memory.
 
     Args:
-        case: what is measured.
-        implementations: those of the case that are wanted.
-        method: how it is measured.
-        log: called with what is under way.
+        case: The case.
+        implementations: The implementations of the case that are measured.
+        method: The method of measurement.
+        log: Called with a description of each step.
 
     Returns:
         The measurements of one implementation after the other, and for each baseline that cannot
         run the reason; our implementations have to.
 
     Raises:
-        CheckError: for a wrong result.
-        RuntimeError: of an implementation of ours that cannot run.
+        CheckError: A result is wrong.
+        RuntimeError: One of our implementations cannot run.
     """
     device, dtype = torch.device(method.device), DTYPES[method.dtype]
     inputs, grad_out = random_problem(case, dtype, device, method.seed)
@@ -160,7 +160,7 @@ def measure(
 
 
 class SkipReasons:
-    """Why baselines cannot run. Ours have to: their errors pass."""
+    """The reasons for which baselines cannot run. Errors of our implementations are raised."""
 
     def __init__(self):
         self.reasons: dict[str, str] = {}
@@ -178,15 +178,15 @@ class SkipReasons:
 def checked(
     name: str, case: Case, method: Method, inputs, grad_out, skips: SkipReasons
 ) -> dict[str, Prepare]:
-    """Each pass of an implementation whose results were right.
+    """The passes of an implementation, after its results were checked.
 
-    A baseline whose backward pass serves fewer problems than its forward pass is measured in that.
+    If only the forward pass of a baseline supports the problem, only this pass is measured.
     """
     extras = case.extras(method)
     if part := not is_ours(name) and name.partition(":")[2]:
         return {"forward": part_of_standard(part, case, extras.dropout_p, inputs)}
     attend = checked_attend = make_attend(name, case.problem, extras)
-    if not is_ours(name):  # it draws what it drops by a generator of its own
+    if not is_ours(name):  # its dropout uses another random generator
         checked_attend, extras = make_attend(name, case.problem), Extras()
     directions = case.directions(method)
     what, mask = f"{name} on {case}", case.problem.mask
@@ -214,8 +214,8 @@ def timed(
 ) -> dict[str, dict[str, Any]]:
     """The times of the same pass of each implementation that can run, as fields of a row.
 
-    Implementations are timed alternately. Those for which memory is too short beside the others
-    are timed after them.
+    Implementations are timed alternately. Those that do not fit in memory with the others are
+    timed after them.
     """
     found: dict[str, dict[str, Any]] = {}
     while passes:
@@ -229,7 +229,7 @@ def timed_alternately(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Prepare]]:
     """The times of the implementations that fit in memory together, and the other passes.
 
-    median_ms and its quartiles are rested where that was asked for, otherwise sustained.
+    median_ms and its quartiles are rested times if these are measured, else sustained times.
     """
     samples: dict[str, Sample] = {}
     postponed: dict[str, Prepare] = {}
@@ -261,7 +261,7 @@ def timed_alternately(
 def measured(
     case: Case, name: str, direction: str, times: dict[str, Any], prepare: Prepare, method: Method
 ) -> Measurement:
-    """What a record keeps of a pass; its peak memory is taken here."""
+    """The row of a pass in a record; measures its peak memory."""
     density = case.density(method)
     shared = Case.__dataclass_fields__.keys() & Measurement.__dataclass_fields__.keys()
     return Measurement(
@@ -278,16 +278,16 @@ def measured(
 
 
 def make_attend(name: str, problem: Problem, extras: Extras = NO_EXTRAS) -> Attend:
-    """An implementation, by its name, on a mask."""
+    """The implementation with this name, for a mask."""
     if is_ours(name):
         return attend_sparseflash(problem, name.partition(":")[2] or "auto", extras)
     return attend_baseline(Baseline(name), problem, extras)
 
 
 def random_problem(case: Case, dtype: torch.dtype, device: torch.device, seed: int):
-    """(query, key, value), requiring gradients, and a gradient of the output.
+    """(query, key, value), which require gradients, and a gradient of the output.
 
-    Standard normal: a GPU computes faster on zeros than on data.
+    They are standard normal, because a GPU computes faster on zeros.
     """
     generator = torch.Generator(device).manual_seed(seed)
     of_queries = (case.heads, case.q_len or case.seq_len)
@@ -302,8 +302,10 @@ def random_problem(case: Case, dtype: torch.dtype, device: torch.device, seed: i
 
 
 def check_finite(attend: Attend, inputs, grad_out) -> None:
-    """Raises BaselineError unless the output and the gradients are finite numbers: an
-    approximation has no exact result to be compared with.
+    """Checks that the output and gradients of an approximation are finite.
+
+    Raises:
+        BaselineError: They are not.
     """
     out = attend(*inputs)
     if out.shape != inputs[0].shape:
@@ -315,7 +317,7 @@ def check_finite(attend: Attend, inputs, grad_out) -> None:
 
 
 def part_of_standard(part: str, case: Case, dropout_p: float, inputs) -> Prepare:
-    """One of STANDARD_PARTS, given the result of the ones before it; without gradients."""
+    """One of STANDARD_PARTS, applied to the result of the previous parts, without gradients."""
 
     def prepare():
         query, key, value = inputs

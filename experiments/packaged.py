@@ -18,8 +18,7 @@ WINDOW = 64  # tokens to each side of a query, or of its chunk
 
 
 class Masked(nn.Module):
-    """A layer, and which tokens of x (batch, tokens, dim) are inside: bool (batch, tokens)
-    or None."""
+    """Calls a layer on x (batch, tokens, dim); inside: bool (batch, tokens) or None."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -30,7 +29,7 @@ class Masked(nn.Module):
 
 
 class Zeroed(Masked):
-    """A layer that knows no mask: tokens outside are 0."""
+    """A layer without a mask: padding is set to 0."""
 
     def forward(self, x: Tensor, inside: Tensor | None) -> Tensor:
         return self.layer(x if inside is None else x * inside[..., None])
@@ -104,7 +103,7 @@ PACKAGED: dict[str, Callable[[int, int, int], nn.Module]] = {
 
 
 class Third(nn.Module):
-    """x (..., 3 dim) -> its first, second or third dim, in place of a projection."""
+    """Replaces a projection: x (..., 3 dim) -> its first, second or third part."""
 
     def __init__(self, index: int):
         super().__init__()
@@ -115,8 +114,8 @@ class Third(nn.Module):
         return x.narrow(-1, self.index * dim, dim)  # Performer writes into it, unlike into a chunk
 
 
-# What stands in for the projections of the packages, by the names that they have there; Reformer's
-# keys are its queries.
+# Replacements of the projections of the packages, by their names there. Keys of Reformer are its
+# queries.
 STAND_INS = {
     **dict.fromkeys(("to_q", "query_key"), Third(0)),
     "to_k": Third(1),
@@ -129,13 +128,13 @@ Bare = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def local_attention(query: Tensor, dropout_p: float) -> Bare:
-    """Each chunk of WINDOW tokens attends itself and the two beside it."""
+    """Each chunk of WINDOW tokens attends itself and its two neighbours."""
     options = {"window_size": WINDOW, "look_forward": 1, "dropout": dropout_p, "autopad": True}
     return _package("local_attention").LocalAttention(**options)
 
 
 class Given(nn.Module):
-    """What a projection gives, whatever it reads."""
+    """A projection that ignores its input and returns a given tensor."""
 
     def __init__(self, projected: Tensor):
         super().__init__()
@@ -168,7 +167,7 @@ def longformer(query: Tensor, dropout_p: float) -> Bare:
     return attend
 
 
-# Those that have no projections, or whose projections are no part of a layer's weights.
+# Layers without projections, or whose projections are not weights of the layer.
 BARE: dict[str, Callable[[Tensor, float], Bare]] = {
     "local-attention": local_attention,
     "longformer": longformer,

@@ -22,8 +22,7 @@ TOLERANCE = math.sqrt(2)
 
 @dataclass(frozen=True)
 class Size:
-    """What masks are compiled for: lengths in tokens, and the device that wants them; q_len where
-    it is not seq_len."""
+    """Lengths in tokens and the device for which masks are compiled; q_len if not seq_len."""
 
     seq_len: int
     block_size: int
@@ -37,11 +36,11 @@ class Size:
 
 @dataclass(frozen=True)
 class Problem:
-    """A compiled mask, what tables call it, and what a dense baseline can know of it.
+    """A compiled mask, its name in tables, and the forms for baselines.
 
-    dense: "full" or "causal" where the mask is just that
-    predicate: (q, k) -> bool of tokens, with which FlexAttention computes partial blocks; without
-    it, it looks them up
+    dense: "full" or "causal" if the mask is one of these
+    predicate: (q, k) -> bool, with which FlexAttention computes partial blocks; without it,
+        FlexAttention looks pairs up
     """
 
     label: str
@@ -62,7 +61,7 @@ class Family:
     candidates: Callable[[Size, Sequence[float]], list[Problem]]
 
     def choose(self, size: Size, densities: Sequence[float]) -> tuple[list[Problem], list[float]]:
-        """The mask nearest to each density, once; and the densities without one."""
+        """(the mask closest to each density, each once; the densities without a mask)"""
         candidates = self.candidates(size, densities)
         chosen, missed = {}, []
         for density in densities:
@@ -76,7 +75,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Single:
-    """A pattern without a parameter: measured once, at the density that it has."""
+    """A pattern without a parameter, which is measured once, at its own density."""
 
     name: str
     pattern: Pattern
@@ -116,10 +115,10 @@ def family_by_length(
 
 
 def fading_memory(window: int) -> Pattern:
-    """A pattern of our own: memory that thins out with distance, causal; `window` in tokens.
+    """A causal pattern whose density falls with distance; `window` in tokens.
 
-    A query sees the last `window` tokens, of the `window` tokens before those every second group
-    of 64, of the 2 window before those every fourth, and so on.
+    A query attends the last `window` tokens, every second group of 64 in the `window` tokens
+    before them, every fourth group in the 2 window before these, and so on.
     """
     return masks.pattern(fading(window))
 
@@ -133,7 +132,7 @@ def fading(window: int | torch.Tensor) -> Predicate:
 
 
 def _butterfly_candidates(size: Size, densities: Sequence[float]) -> list[Problem]:
-    """Butterflies of every stride, on coarser blocks too, which gives higher densities."""
+    """Butterflies of every stride, also with coarser blocks for higher densities."""
     candidates = []
     for side in (s for s in (1, 2, 4) if s * size.block_size <= 256):
         coarse = replace(size, block_size=side * size.block_size)

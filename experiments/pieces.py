@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PIECE_BYTES = 14_900_000
-HEADER_BYTES = 1000  # more than a header takes
+HEADER_BYTES = 1000  # upper bound
 PREFIX = "piece-"
 
 
 def export(files: Mapping[str, bytes], folder: Path, piece_bytes: int = PIECE_BYTES) -> list[Path]:
-    """Writes files into pieces, in place of the pieces that the folder held.
+    """Writes files into pieces, which replace the pieces in the folder.
 
     Args:
-        files: Contents by their path, relative to where they are to be unpacked.
-        folder: Where the pieces go, `piece-0`, `piece-1`, ...
-        piece_bytes: Upper limit of a piece's size.
+        files: Contents by path, relative to the folder into which they will be unpacked.
+        folder: Folder of the pieces, `piece-0`, `piece-1`, ...
+        piece_bytes: Largest size of a piece.
 
     Returns:
         The paths of the pieces.
@@ -52,19 +52,19 @@ def restore(folder: Path, target: Path) -> list[Path]:
     """Unpacks the pieces of a folder.
 
     Args:
-        folder: Where the pieces are, under whatever names.
-        target: The folder under which their files are written.
+        folder: Folder of the pieces, which may have any names.
+        target: Folder into which the files are written.
 
     Returns:
         The paths of the files.
 
     Raises:
-        ValueError: For a folder without pieces, and for pieces that are missing, damaged or of
-            another archive; names the file.
+        ValueError: The folder has no pieces, or a piece is missing, damaged or of another archive.
+            The message names the file.
     """
     pieces = [_read(path) for path in sorted(folder.glob(f"{PREFIX}*"))]
     if not pieces:
-        raise ValueError(f"{folder} holds no {PREFIX}*")
+        raise ValueError(f"{folder} has no {PREFIX}*")
     first = pieces[0][1]
     for path, facts, _ in pieces:
         if (facts["whole"], facts["of"]) != (first["whole"], first["of"]):

@@ -14,7 +14,7 @@ from experiments.cli import Baseline
 from experiments.pictures import COLOURS, ORIGIN, look, octaves, origin, panels, plain_values, save
 from experiments.record import Line, Measurement, Record, is_ours, lines
 
-# A line style stands for an implementation, a colour and a marker for a pattern.
+# Line styles distinguish implementations, colours and markers patterns.
 STYLES: dict[str, Any] = {
     "sparseflash": "-",
     "flex": "--",
@@ -38,7 +38,7 @@ NAMES = {
 }
 
 
-# The limit under which each unit stands, as records and as pictures call it.
+# The name of the limit of each unit, in records and in pictures.
 ROOFLINE = {
     "TFLOP/s": ("matrix_product_tflops", "a matrix product"),
     "TB/s": ("copy_terabytes_per_second", "a copy"),
@@ -48,8 +48,10 @@ OWN_PICTURES = ("landscape", "parts")
 
 
 def draw(record: Record, stem: Path) -> list[Path]:
-    """Writes the pictures that the rows allow: stem-speedup-N.png, -time.png, -memory.png, and
-    bars of a suite; landscape and parts as .svg too."""
+    """Writes stem-speedup-N.png, -time.png, -memory.png and bars, if there are rows for them.
+
+    Pictures of landscape and parts are written as .svg too.
+    """
     density = [r for r in record.rows if r.suite == "density"]
     length = [r for r in record.rows if r.suite in LENGTH_SWEEPS]
     figures = {
@@ -111,7 +113,7 @@ def _speedup(rows: list[Measurement]) -> Figure:
 
 
 def _bars(rows: list[Measurement], record: Record) -> Figure:
-    """Useful TFLOP/s or TB/s of every implementation, under the limit of the device."""
+    """Useful TFLOP/s or TB/s of every implementation, with the limit of the device."""
     directions = list(dict.fromkeys(r.direction for r in rows))
     implementations = list(dict.fromkeys(r.implementation for r in rows))
     cases = list(dict.fromkeys((r.pattern, _sizes(r)) for r in rows))
@@ -139,7 +141,7 @@ def _bars(rows: list[Measurement], record: Record) -> Figure:
 
 
 def _sizes(row: Measurement) -> str:
-    """What patterns beside one another have in common."""
+    """The common part of the names of patterns in a picture."""
     if row.q_len is None:
         return f"N {row.seq_len:,}, d {row.head_dim}, blocks of {row.block_size}"
     heads = f"batch {row.batch}, {row.heads} heads on {row.kv_heads} of {row.head_dim}"
@@ -195,7 +197,7 @@ def _landscape(found: dict[tuple[str, str], Line], record: Record) -> Figure:
 
 
 def _parts(rows: list[Measurement]) -> Figure:
-    """Forward times: parts of standard attention on one another, beside ours."""
+    """Forward times: stacked parts of standard attention, and ours."""
     problems = list(dict.fromkeys((r.batch, r.heads, r.seq_len) for r in rows))
     size = (3.6 * len(problems), 4.6)
     figure, axes = panels(1, len(problems), size=size, grid=False, sharey=True)
@@ -255,7 +257,7 @@ def _look(implementation: str, family: str, families: dict[str, int]) -> dict:
 def _level(ax: Axes, height: float, implementation: str) -> None:
     """A line at the height of a dense baseline."""
     ax.axhline(height, color="#444444", linewidth=1, linestyle=STYLES.get(implementation, "-"))
-    below = implementation == "flash"  # the slowest: the level of FlexAttention lies above it
+    below = implementation == "flash"  # the slowest one; the line of FlexAttention is above it
     label = f"{NAMES.get(implementation, implementation)} dense"
     look: dict[str, Any] = {
         "fontsize": 7,
@@ -276,7 +278,7 @@ def _length_axis(ax: Axes, lengths: list[int]) -> None:
 
 
 def _density_axis(ax: Axes) -> None:
-    """Densities in octaves, the densest on the left, so that sparser is further right."""
+    """Densities in octaves, from dense on the left to sparse on the right."""
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
     ax.invert_xaxis()

@@ -12,7 +12,7 @@ from experiments.files import write_json
 BACKWARD_FLOPS = 2.5
 DIGITS = 6  # significant ones of the floats in rows; the timer has fewer
 OURS = "sparseflash"
-ANY_ORDER = "/any-order"  # after the name of one whose gradients need no fixed order of sums
+ANY_ORDER = "/any-order"  # suffix of implementations with deterministic=False
 
 
 def is_ours(implementation: str) -> bool:
@@ -22,7 +22,7 @@ def is_ours(implementation: str) -> bool:
 def useful_flops(
     heads: int, lengths: tuple[int, int], head_dim: int, density: float, direction: str
 ) -> float:
-    """4 head_dim per pair of a non-zero block, 2.5 times that backward; of all heads."""
+    """4 head_dim for each pair of a non-zero block, 2.5 times as many backward; for all heads."""
     factor = BACKWARD_FLOPS if direction == "backward" else 1
     return factor * 4 * head_dim * heads * density * lengths[0] * lengths[1]
 
@@ -36,12 +36,12 @@ class Measurement:
             name of a suite of fixed problems.
         implementation: OURS, OURS:backend, or the name of a baseline.
         direction: "forward" or "backward".
-        median_ms, low_ms, high_ms: median and quartiles of `runs` runs.
-        peak_bytes: most memory alive during the pass beyond the inputs; of a backward pass, with
-            its forward pass.
-        q_len, kv_heads: of cases that are decoded, where they are not seq_len and heads.
-        key_value_bytes: of cases that are decoded, those of keys and values in non-zero blocks.
-        sustained_ms, sustained_low_ms, sustained_high_ms: the same under continuous load.
+        median_ms, low_ms, high_ms: Median and quartiles of `runs` runs.
+        peak_bytes: Largest amount of memory allocated during the pass, without its inputs. For a
+            backward pass this includes the forward pass.
+        q_len, kv_heads: Sizes of decoding steps, if they differ from seq_len and heads.
+        key_value_bytes: Bytes of keys and values in non-zero blocks, for decoding steps.
+        sustained_ms, sustained_low_ms, sustained_high_ms: The same under continuous load.
     """
 
     suite: str
@@ -77,8 +77,7 @@ class Measurement:
 
     @property
     def useful(self) -> tuple[float, str]:
-        """What a case is judged by, and its unit: TB/s of keys and values where it is decoded,
-        otherwise useful TFLOP/s."""
+        """The rate of a case and its unit: TB/s of keys and values in decoding, else TFLOP/s."""
         if self.key_value_bytes is None:
             return self.tflops, "TFLOP/s"
         return self.key_value_bytes / (self.median_ms * 1e9), "TB/s"
@@ -90,13 +89,13 @@ class Measurement:
 
     @property
     def group(self) -> tuple:
-        """What rows must share to be compared with one another."""
+        """The properties that rows must share to be compared."""
         size = (self.batch, self.heads, self.seq_len, self.head_dim, self.block_size)
         return (self.suite, *size, self.q_len, self.kv_heads, self.direction)
 
     @property
     def size(self) -> str:
-        """In words, but for the length."""
+        """A description without the length."""
         heads = f"{self.heads} head{'s' * (self.heads != 1)} of {self.head_dim}"
         if self.q_len is None:
             return heads
@@ -105,9 +104,15 @@ class Measurement:
 
 @dataclass
 class Record:
-    """settings: what was asked for; roofline: see roofline.py; skipped: [implementation, pattern,
-    reason] of baselines; gaps: see runner.measure_gaps; drift: the factor between two times of the
-    first case, measured first and last."""
+    """A record.
+
+    Attributes:
+        settings: The settings of the run.
+        roofline: See roofline.py.
+        skipped: [implementation, pattern, reason] of baselines that did not run.
+        gaps: See runner.measure_gaps.
+        drift: Time of the first case at the end of the run over its time at the beginning.
+    """
 
     environment: dict
     settings: dict
@@ -120,9 +125,9 @@ class Record:
     complete: bool = False
 
     def save(self, path: Path) -> None:
-        """Writes the file atomically, every row with the figures that follow from it.
+        """Writes the file atomically, with derived figures in every row.
 
-        Rows are lists of values; "columns" names these, once for all rows.
+        Rows are lists of values. "columns" has the names of the values.
         """
         rows = [asdict(row) | _figures(row) | relative(row, self.rows) for row in self.rows]
         columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -133,7 +138,7 @@ class Record:
 
     @classmethod
     def load(cls, path: Path) -> "Record":
-        """What `save` wrote. Raises ValueError for any other file."""
+        """Reads a file that `save` wrote. Raises ValueError for other files."""
         names = Measurement.__dataclass_fields__.keys()
         try:
             data = json.loads(path.read_text())
@@ -143,13 +148,13 @@ class Record:
             return cls(rows=known, **{name: data[name] for name in other})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{path} is no record of experiments.speedup or experiments.bench, or one from "
+                f"{path} is not a record of experiments.speedup or experiments.bench, or one from "
                 f"before records named their columns: {error!r}"
             ) from error
 
 
 def read_rows(data: dict) -> list[dict]:
-    """The rows of a record's JSON by the names of their columns."""
+    """The rows in the JSON of a record, as dicts by column."""
     return [dict(zip(data["columns"], row, strict=True)) for row in data["rows"]]
 
 
@@ -201,8 +206,10 @@ def dense_baseline(group: tuple, rows: Iterable[Measurement]) -> Measurement | N
 
 
 def crossovers(rows: list[Measurement]) -> list[dict]:
-    """The density below which sparse beats dense, for each pattern, length and pass: against our
-    own full mask and against the fastest dense baseline."""
+    """The density below which sparse is faster than dense, for each pattern, length and pass.
+
+    It is compared with our own full mask and with the fastest dense baseline.
+    """
     lines = {}
     for row in rows:
         sparse = row.suite == "density" and row.family not in ("full", "causal")
@@ -233,7 +240,7 @@ Line = dict[int, tuple[float, int]]  # by length: milliseconds of all passes, pe
 
 
 def lines(rows: Iterable[Measurement]) -> dict[tuple[str, str], Line]:
-    """Of each implementation and family of the suite landscape, ours first.
+    """The lines of the suite landscape, by implementation and family, ours first.
 
     A length at which only one of the passes was measured is left out.
     """
@@ -256,21 +263,23 @@ def lines(rows: Iterable[Measurement]) -> dict[tuple[str, str], Line]:
 
 
 def crossing_length(line: Line, other: Line) -> float | None:
-    """The length from which `line` takes at most the time of `other` up to the longest that both
-    have; None where it is slower there.
+    """The length from which on `line` is at most as slow as `other`.
+
+    None if it is slower at the longest length that both have.
     """
     return _crossing([(n, line[n][0] / other[n][0]) for n in sorted(line.keys() & other.keys())])
 
 
 def crossover(times: dict[float, float], dense_ms: float) -> float | None:
-    """The largest density up to which times[density] <= dense_ms; None where even the lowest
-    density is slower.
+    """The largest density up to which times[density] <= dense_ms.
+
+    None if the lowest density is slower.
     """
     return _crossing([(density, times[density] / dense_ms) for density in sorted(times)[::-1]])
 
 
 def _crossing(ratios: list[tuple[float, float]]) -> float | None:
-    """From where on ratios are at most 1 to the end of the list, on straight lines in log-log."""
+    """The point after which all ratios are at most 1, interpolated linearly in log-log."""
     if not ratios or ratios[-1][1] > 1:
         return None
     found = ratios[0][0]

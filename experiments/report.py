@@ -30,8 +30,8 @@ from experiments.record import (
 )
 
 DRIFT_LIMIT = 1.15
-NOISE = 0.03  # part of a time that two runs of the same code may differ by
-# A narrower terminal wraps lines; a table fitted to it would cut digits off.
+NOISE = 0.03  # relative difference of two runs of the same code
+# In a narrower terminal lines wrap; a table with its width would truncate digits.
 TABLE_WIDTH = 150
 COLUMNS = (
     "pattern", "density", "blocks/row", "implementation", "ms", "±%", "useful", "speed-up",
@@ -68,20 +68,20 @@ def main(
 
 
 def wide_console() -> Console:
-    """A console as wide as the tables, however narrow the terminal is."""
+    """A console with the width of the tables, whatever the width of the terminal."""
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     return console
 
 
 def load(path: Path) -> Record:
-    """A record named on a command line. Raises typer.BadParameter for any other file."""
+    """Reads a record of a command line. Raises typer.BadParameter for other files."""
     with usage_errors():
         return Record.load(path)
 
 
 def show(record: Record, console: Console) -> None:
-    """Prints a table for every length and pass, the crossovers, and the baselines left out."""
+    """Prints a table for every length and pass, the crossovers, and the skipped baselines."""
     _show_landscape(record.rows, console)
     for group in dict.fromkeys(r.group for r in record.rows if r.suite not in OWN_TABLES):
         console.print(_table([r for r in record.rows if r.group == group], record.rows))
@@ -225,10 +225,10 @@ def _limit(density: float | None) -> str:
 
 
 def compare(before: Record, after: Record) -> Table:
-    """Times of the rows that both records hold, and their geometric mean for each implementation.
+    """The times of the rows in both records, and their geometric mean for each implementation.
 
-    Raises ValueError where they hold no row in common, or were measured in another dtype or by
-    another clock.
+    Raises:
+        ValueError: The records have no row in common, or differ in dtype or clock.
     """
     for name in ("dtype", "clock"):
         values = before.settings.get(name), after.settings.get(name)
@@ -270,7 +270,7 @@ def origin(record: Record) -> str:
 
 
 def plain_table(title: str, words: Iterable[str] = (), figures: Iterable[str] = ()) -> Table:
-    """A table without a frame, its columns of words before those of figures."""
+    """A table without a frame, with columns of text before columns of figures."""
     look: dict[str, Any] = {"title_justify": "left", "pad_edge": False, "padding": (0, 1)}
     table = Table(*words, title=title, box=SIMPLE_HEAD, **look)
     for figure in figures:

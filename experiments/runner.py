@@ -32,15 +32,15 @@ def carry_out(cases: Cases, method: Method, path: Path, resume: bool, roofline: 
     """Measures cases, saves each in `path`, then prints and draws the record.
 
     Args:
-        cases: returns them; its argument is called with what it leaves out.
-        method: how they are measured.
-        path: of the record.
-        resume: whether the record in `path` goes on.
-        roofline: whether the limits of the device are measured too.
+        cases: Returns the cases. Its argument is called with descriptions of omitted cases.
+        method: The method of measurement.
+        path: Path of the record.
+        resume: Whether to resume the record in `path`.
+        roofline: Whether to measure the roofline of the device too.
 
     Raises:
-        typer.Exit: after an interruption, or a wrong result.
-        typer.BadParameter: for a record that cannot be resumed, or a call that no backend serves.
+        typer.Exit: The run was interrupted, or a result was wrong.
+        typer.BadParameter: The record cannot be resumed, or no backend can compute a call.
     """
     console = wide_console()
     record = open_record(method, path, resume)
@@ -65,7 +65,7 @@ def carry_out(cases: Cases, method: Method, path: Path, resume: bool, roofline: 
 
 
 def open_record(method: Method, path: Path, resume: bool) -> Record:
-    """A new record, or with `resume` the one in `path`, of the same settings and commit."""
+    """A new record, or with `resume` the one in `path`, with the same settings and commit."""
     fresh = Record(
         environment(torch.device(method.device)) | {"memory": memory.METHOD[method.device]},
         json.loads(json.dumps(asdict(method))),
@@ -85,13 +85,13 @@ def open_record(method: Method, path: Path, resume: bool) -> Record:
 
 
 def identity(record: Record) -> dict:
-    """What a run must share with the one that it goes on with."""
+    """The properties that a resumed run must share with the record."""
     environment = {name: record.environment[name] for name in ("device", "git")}
     return record.settings | {f"environment {name}": v for name, v in environment.items()}
 
 
 def run(cases: Cases, method: Method, record: Record, path: Path, console: Console) -> None:
-    """Measures what the record lacks of the cases, and saves it after every case."""
+    """Measures the cases that the record does not have, and saves it after every case."""
     torch.manual_seed(method.seed)
     begin = time.perf_counter() - record.seconds
     record.skipped.clear()
@@ -107,7 +107,7 @@ def run(cases: Cases, method: Method, record: Record, path: Path, console: Conso
         progress.update(task, total=sum(len(case.implementations) for case in planned))
         log("warming up")
         first = planned[0]
-        # All others are compared with the first: what it finds cold would count for it alone.
+        # All others are compared with the first one, so a cold start must not affect it.
         measure(first, first.implementations[:1], method)
         for case in planned:
             known_of_case = case.family, case.problem.label, case.group
@@ -138,7 +138,7 @@ def run(cases: Cases, method: Method, record: Record, path: Path, console: Conso
 def measure_within_memory(
     case: Case, names: Sequence[str], method: Method, log: Callable[[str], None]
 ) -> tuple[list[Measurement], dict[str, str]]:
-    """`measure`; where implementations end by themselves, ours end too where memory does."""
+    """Calls `measure`. In the suite landscape, ours may run out of memory too."""
     try:
         return measure(case, names, method, log)
     except torch.OutOfMemoryError as error:
@@ -148,7 +148,7 @@ def measure_within_memory(
 
 
 def too_slow(case: Case, record: Record, limit_ms: float) -> dict[str, str]:
-    """Implementations that took longer than the limit on a shorter case, with the reason."""
+    """Implementations that exceeded the time limit on a shorter case, with the reason."""
     return {
         row.implementation: f"{row.direction} took {row.median_ms / 1e3:.3g} s at N = "
         f"{row.seq_len}, over the limit of {limit_ms / 1e3:g} s"
@@ -161,8 +161,9 @@ def too_slow(case: Case, record: Record, limit_ms: float) -> dict[str, str]:
 
 
 def measure_gaps(cases: Sequence[Case], method: Method, log: Callable[[str], None]) -> list[dict]:
-    """Why masks take longer than their density of the full mask, at the longest sequences: for
-    each family of the suite speedup that whose density is nearest to GAP_DENSITY.
+    """The causes of gaps at the longest sequences.
+
+    For each family of the suite speedup, it is measured at the density closest to GAP_DENSITY.
     """
     density = [case for case in cases if case.suite == "density" and case.family != "full"]
     chosen: dict[str, Case] = {}
@@ -192,10 +193,9 @@ def _distance(case: Case) -> float:
 
 
 def measure_drift(record: Record, first: Case, method: Method) -> float:
-    """The factor by which the time of the first implementation on the first case, our full mask,
-    has changed since it was first measured.
+    """The factor by which the time of the first case has changed during the run.
 
-    All speed-ups are ratios to that first time: where it does not hold, they do not either.
+    It is our full mask, and all speed-ups are relative to its time.
     """
     rows, _ = measure(first, first.implementations[:1], method)
     again = {row.direction: row.median_ms for row in rows}

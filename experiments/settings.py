@@ -12,16 +12,16 @@ class Method:
 
     Attributes:
         device: "cpu" or "cuda".
-        dtype: of the inputs, a key of `measure.DTYPES`.
-        directions: passes, "forward" and "backward".
-        clock: see `cli.Clock`.
-        timing: see `cli.Load`.
-        budget_ms: milliseconds spent on each rested median.
-        seed: of the random inputs.
-        dropout_p: with which dropout zeroes probabilities.
-        padding: the share of its keys that the shortest sequence of a batch lacks at its end.
-        limit_ms: an implementation that takes longer in a pass, or cannot run, is not measured on
-            longer sequences; None where that does not count.
+        dtype: Dtype of the inputs, a key of `measure.DTYPES`.
+        directions: The passes, "forward" and "backward".
+        clock: See `cli.Clock`.
+        timing: See `cli.Load`.
+        budget_ms: Time for each rested median, in milliseconds.
+        seed: Seed of the random inputs.
+        dropout_p: Probability of dropout.
+        padding: Share of the keys that are masked in the shortest sequence of a batch.
+        limit_ms: An implementation that takes longer in a pass, or cannot run, is not measured on
+            longer sequences. None for no limit.
     """
 
     device: str
@@ -41,11 +41,11 @@ class LandscapeMethod(Method):
     """The suite "landscape": all implementations over lengths; parts of standard attention.
 
     Attributes:
-        growth: tokens of a sequence.
-        batch, heads, head_dim: of `growth`.
-        block_size: tokens.
-        patterns: expressions, of ours.
-        parts: (batch, heads, tokens) of each problem of parts.
+        growth: Sequence lengths, in tokens.
+        batch, heads, head_dim: Sizes of these cases.
+        block_size: Side of a block, in tokens.
+        patterns: Expressions of patterns, which only our implementation computes.
+        parts: (batch, heads, tokens) of each case of parts of standard attention.
     """
 
     growth: tuple[int, ...]
@@ -62,19 +62,19 @@ class DensityMethod(Method):
     """The suite "speedup": patterns over densities, and a few patterns over lengths.
 
     Attributes:
-        lengths: tokens, at each of which densities are measured.
-        growth: tokens, over which `growing` patterns are measured in one sequence.
-        batch, heads: of `lengths`.
-        growth_heads: of `growth`.
-        head_dim: numbers in a head.
-        block_size: tokens.
-        patterns: names of families, expressions or `file.py:name`.
-        growing: expressions.
-        densities: requested of each family.
-        ours: names of our implementations.
-        baselines: names of others.
-        dense_limit: the longest of `growth` for full masks.
-        standard_limit: the longest of `growth` for materialised attention.
+        lengths: Sequence lengths at which densities are measured, in tokens.
+        growth: Sequence lengths at which `growing` patterns are measured, with batch 1, in tokens.
+        batch, heads: Sizes of the cases of `lengths`.
+        growth_heads: Number of heads in the cases of `growth`.
+        head_dim: Head dim.
+        block_size: Side of a block, in tokens.
+        patterns: Names of families, expressions or `file.py:name`.
+        growing: Expressions of patterns.
+        densities: Requested densities of each family.
+        ours: Names of our implementations.
+        baselines: Names of baselines.
+        dense_limit: Largest length of `growth` for full masks.
+        standard_limit: Largest length of `growth` for materialised attention.
     """
 
     lengths: tuple[int, ...]
@@ -129,7 +129,7 @@ LANDSCAPE_DEFAULTS: dict[str, tuple[Any, Any]] = {
     "parts": (((1, 12, 1024), (1, 16, 1024)), ((64, 12, 1024), (64, 16, 1024))),
     "limit_ms": (1000.0, 1000.0),
 }
-# The instance of a family whose blocks grow about as its length does.
+# The member of a family whose number of blocks grows about linearly with the length.
 GROWING = {"butterfly": "butterfly()", "local": "local(256)"}
 QUICK: dict[str, Any] = {
     "lengths": (1024,),
@@ -140,7 +140,7 @@ QUICK: dict[str, Any] = {
 
 
 def defaults(device: str) -> dict[str, Any]:
-    """Every default of a type of device."""
+    """All defaults for a type of device."""
     density = {name: of[device == "cuda"] for name, of in DENSITY_DEFAULTS.items()}
     return METHOD_DEFAULTS[device] | density
 
@@ -159,9 +159,9 @@ def density_method(device: str, quick: bool, given: dict[str, Any]) -> DensityMe
 
 
 def growing_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    """What is measured over lengths where these patterns are asked for.
+    """The patterns that are measured over lengths, for given families of patterns.
 
-    Families of which no instance keeps its work in proportion to the length are left out.
+    Families without a member whose work grows linearly with the length are omitted.
     """
     left_out = {"full", "causal", *FAMILY_NAMES} - GROWING.keys()
     named = [name for name in patterns if name not in left_out and ".py:" not in name]

@@ -75,7 +75,7 @@ class Shape:
 
 
 def dense(ours: tuple[str, ...]) -> Iterator[Case]:
-    """Full and causal masks, 32,768 tokens in all, against every dense baseline."""
+    """Full and causal masks with 32,768 tokens in total, and every dense baseline."""
     for heads, head_dim in MODELS:
         for seq_len in (128, 512, 2048, 8192, 32_768):
             shape = Shape(TOKENS // seq_len, heads, seq_len, head_dim)
@@ -92,7 +92,7 @@ def dense(ours: tuple[str, ...]) -> Iterator[Case]:
 
 
 def sparse(ours: tuple[str, ...]) -> Iterator[Case]:
-    """Masks of full blocks, which every block-sparse baseline computes too."""
+    """Masks of full blocks, which every block-sparse baseline can compute."""
     for heads, head_dim in MODELS:
         for seq_len in (1024, 4096, 16_384, 32_768):
             shape = Shape(TOKENS // seq_len, heads, seq_len, head_dim)
@@ -104,8 +104,8 @@ def sparse(ours: tuple[str, ...]) -> Iterator[Case]:
 def small_blocks(ours: tuple[str, ...]) -> Iterator[Case]:
     """Masks of full blocks of 128, 64, 32 and 16 tokens a side.
 
-    Those of 128 are as sparse, too, as the butterflies of the others: rows of fewer blocks are
-    slower whatever their size.
+    Masks with blocks of 128 also have the densities of the butterflies with smaller blocks,
+    because rows with fewer blocks are slower whatever their size.
     """
     shape = Shape(2, 16, 16_384, 128)
     for side in (128, 64, 32, 16):
@@ -192,7 +192,7 @@ def density_cases(method: DensityMethod, log: Callable[[str], None]) -> Iterator
 
 def length_cases(method: DensityMethod) -> Iterator[Case]:
     """The growing patterns at each length, and full masks while they are short enough."""
-    # FlexAttention would be compiled anew for every length, longer than all the rest takes.
+    # FlexAttention would be compiled again for every length, which takes too long.
     dense = tuple(name for name in method.baselines if name != Baseline.FLEX)
     for seq_len in method.growth:
         size = Size(seq_len, method.block_size, torch.device(method.device))
@@ -207,8 +207,9 @@ def length_cases(method: DensityMethod) -> Iterator[Case]:
 
 
 def landscape_cases(method: LandscapeMethod, ours: tuple[str, ...]) -> Iterator[Case]:
-    """Every implementation of full masks, and ours of patterns, over lengths; and the parts of
-    standard attention beside ours.
+    """All implementations over lengths, and the parts of standard attention.
+
+    Full masks are measured with every implementation, patterns only with ours.
     """
     device = torch.device(method.device)
     known = (Baseline.STANDARD, Baseline.SDPA, Baseline.FLASH4, Baseline.FLEX)
@@ -247,15 +248,15 @@ def planned(
     baselines: tuple[str, ...] | None,
     log: Callable[[str], None],
 ) -> Iterator[Case]:
-    """The cases of a suite, of its baselines the chosen ones only, their masks compiled.
+    """The cases of a suite, with compiled masks and the chosen baselines.
 
     Args:
-        suite: its name.
-        method: how it is measured; a `DensityMethod` of the suite "speedup", a
-            `LandscapeMethod` of "landscape".
-        ours: names of our implementations.
-        baselines: names of others; None for those of the suite.
-        log: called with what has to be left out.
+        suite: Name of the suite.
+        method: The method of measurement: a `DensityMethod` for the suite "speedup", a
+            `LandscapeMethod` for "landscape".
+        ours: Names of our implementations.
+        baselines: Names of baselines; None for those of the suite.
+        log: Called with descriptions of omitted cases.
     """
     if isinstance(method, DensityMethod):
         yield from density_cases(method, log)

@@ -17,17 +17,17 @@ from sparseflash.timing import no_garbage_collection
 
 Run = Callable[[], object]
 Prepare = Callable[[], Run]
-Sample = Callable[[int], list[float]]  # milliseconds of each of so many runs
+Sample = Callable[[int], list[float]]  # from a number of runs to the milliseconds of each
 
 # Larger than the last-level cache of any GPU: writing it between two runs makes every run read its
 # inputs from memory.
 FLUSH_BYTES = 256 * 2**20
 TURNS = 6
-MIN_RUNS = TURNS  # so that all take part in every turn
+MIN_RUNS = TURNS  # at least one run in each turn
 MAX_RUNS = 200
 ROUNDS = 5
 WARM_UP_MS, SUSTAINED_MS = 10.0, 20.0
-ESTIMATES = 3  # runs, the fastest of which sets how many a turn has
+ESTIMATES = 3  # runs; the fastest one determines the number of runs of a turn
 MAX_SUSTAINED_RUNS = 1000
 
 
@@ -57,12 +57,12 @@ def time_call(prepare: Prepare, clock: Clock, budget_ms: float) -> Timing:
 
 
 def time_rested(samples: Sequence[Sample], budget_ms: float) -> list[Timing]:
-    """Times each of them in short turns, for about `budget_ms` each after one run to warm up.
+    """Times functions in short turns, for about `budget_ms` each after one run to warm up.
 
-    They take turns, a few runs at a time, and each comes after each other one about as often. The
-    clock of a GPU follows its power: what is measured for long, after others have heated the GPU,
-    or always after the same one, would be measured at another clock. The host waits for the device
-    after every turn, so power hardly binds.
+    A turn has a few runs of one function, and each function follows each other one about equally
+    often. The clock of a GPU depends on its recent power, so long turns, or a fixed order, would
+    give each function another clock. The host waits for the device after every turn, so the power
+    limit is hardly reached.
     """
     estimates = [sample(1)[0] for sample in samples]
     wanted = [min(MAX_RUNS, max(MIN_RUNS, int(budget_ms / max(e, 1e-3)))) for e in estimates]
@@ -76,10 +76,10 @@ def time_rested(samples: Sequence[Sample], budget_ms: float) -> list[Timing]:
 
 
 def time_sustained(samples: Sequence[Sample]) -> list[Timing]:
-    """Times each of them under the load of a device that never waits.
+    """Times functions under continuous load.
 
-    In each of ROUNDS rounds each takes a turn of runs back to back: WARM_UP_MS that are not
-    counted, in which the clock settles, then SUSTAINED_MS. The order rotates from round to round.
+    In each of ROUNDS rounds each function has one turn of consecutive runs: WARM_UP_MS that are
+    not counted, in which the clock settles, then SUSTAINED_MS. The order rotates in each round.
     """
     estimates = [max(min(sample(ESTIMATES)), 1e-3) for sample in samples]
     milliseconds: list[list[float]] = [[] for _ in samples]
@@ -96,7 +96,7 @@ def time_sustained(samples: Sequence[Sample]) -> list[Timing]:
 
 
 def _orders(count: int) -> Iterator[list[int]]:
-    """The order of each turn: the next is the one that has come least often after the last."""
+    """An order of turns in which each function follows each other one about equally often."""
     came_after: Counter[tuple[int | None, int]] = Counter()
     last = None
     for turn in range(TURNS):
@@ -112,10 +112,10 @@ def _orders(count: int) -> Iterator[list[int]]:
 
 @contextmanager
 def prepared(prepare: Prepare, clock: Clock) -> Iterator[Sample]:
-    """What takes the time of the function that `prepare()` returns, so many times.
+    """A Sample of the function that `prepare()` returns.
 
-    What `prepare` itself does (the forward pass before a backward one) is not timed. On a GPU it
-    runs on the stream that is timed, as the capture of a backward pass asks for.
+    `prepare` itself (the forward pass before a backward pass) is not timed. On a GPU it runs on
+    the stream that is timed, as the capture of a backward pass requires.
     """
     if clock is Clock.CPU:
         yield partial(_sample_cpu, prepare())
@@ -134,11 +134,11 @@ def prepared(prepare: Prepare, clock: Clock) -> Iterator[Sample]:
             run()
             runs.append(_captured(run, stream) if clock is Clock.GRAPH else run)
         del run
-        sample(1)  # takes all the memory that later samples need
+        sample(1)  # allocates all memory that later samples need
         yield sample
     finally:
         torch.cuda.current_stream().wait_stream(stream)
-        # The stream and the graph have pools of their own, which nothing uses again.
+        # Frees the memory pools of the stream and of the graph.
         runs.clear()
         gc.collect()
         torch.cuda.empty_cache()
@@ -146,8 +146,10 @@ def prepared(prepare: Prepare, clock: Clock) -> Iterator[Sample]:
 
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """The one on which everything is timed: inputs that require gradients belong to the stream on
-    which they were used first, and all implementations use them.
+    """The stream on which everything is timed.
+
+    Inputs that require gradients belong to the stream on which they were first used, and all
+    implementations share the inputs.
     """
     return torch.cuda.Stream(device)
 
@@ -163,7 +165,7 @@ def _sample_cpu(run: Run, runs: int) -> list[float]:
 
 
 def _sample_gpu(run: Run, runs: int) -> list[float]:
-    """Milliseconds of each of `runs` runs, all enqueued before the first is waited for."""
+    """Milliseconds of each of `runs` runs, which are all enqueued before the host waits."""
     cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     begins, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(runs)] for _ in range(2))
     for begin, end in zip(begins, ends, strict=True):
@@ -177,7 +179,7 @@ def _sample_gpu(run: Run, runs: int) -> list[float]:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """What waits for the device raises RuntimeError."""
+    """A context in which operations that wait for the device raise RuntimeError."""
     try:
         with warnings.catch_warnings():  # torch calls the mode a prototype
             warnings.simplefilter("ignore", UserWarning)
@@ -188,7 +190,7 @@ def _no_waiting() -> Iterator[None]:
 
 
 def _captured(run: Run, stream: torch.cuda.Stream) -> Run:
-    """The replay of one run. `stream` must be the current one, which the capture watches.
+    """The replay of one run. `stream`, which is captured, must be the current one.
 
     Raises:
         RuntimeError: The run waits for the device. A failed capture would leave the allocator and
@@ -197,7 +199,7 @@ def _captured(run: Run, stream: torch.cuda.Stream) -> Run:
     with _no_waiting():
         run()
     stream.synchronize()
-    # A capture allocates from memory that is free: it cannot take what the allocator caches.
+    # A capture allocates free memory; it cannot use the memory that the allocator caches.
     gc.collect()
     torch.cuda.empty_cache()
     graph = torch.cuda.CUDAGraph()

@@ -35,7 +35,7 @@ def encode(source: Path, folder: Path, vocabulary: int, progress: bool = True) -
         raise ValueError(f"vocabulary must be {LEAST} to {MOST} tokens, got {vocabulary}")
     books = Books.read(source)
     if not books.books:
-        raise ValueError(f"{source} must hold books as bytes, not as tokens")
+        raise ValueError(f"{source} must have books as bytes, not as tokens")
     tokenizer = trained(texts_of(books, "train"), vocabulary, progress)
     parts, sizes = {}, {}
     for split in SPLITS:

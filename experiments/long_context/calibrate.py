@@ -6,9 +6,8 @@ reads records of `experiments.long_context.scaling`, and finds the rates for whi
 of `sparseflash.distributed.simulation` is closest to the measured times: least squares of the
 logarithms of the times of both passes and of the forward pass. For the error, each pattern is
 predicted by a fit without it; the error is predicted over measured time, minus 1. The rates and
-all errors are written to long-context-machine-<device>.json, which `scaling` and `simulate` take
-as
---machine.
+all errors are written to long-context-machine-<device>.json, the argument --machine of `scaling`
+and `simulate`.
 """
 
 import json

@@ -113,7 +113,7 @@ class Batches:
 
         # Where there is none, transformers makes one without words.
         if not (Path(settings.encoder) / TOKENIZER).exists():
-            raise ValueError(f"{settings.encoder} must hold {TOKENIZER}, a fast tokenizer")
+            raise ValueError(f"{settings.encoder} must have {TOKENIZER}, a fast tokenizer")
         read = AutoTokenizer.from_pretrained(settings.encoder, local_files_only=True)
         self.read, self.settings, self.data = read, settings, data
 

@@ -16,10 +16,10 @@ from experiments.lra.tasks.task import Subset, in_memory
 
 
 class StepBatches(Sampler[list[int]]):
-    """Indices of batch `start`, `start` + 1, ... without end, for one of several processes.
+    """Yields the indices of batches `start`, `start` + 1, ... without end, for one process.
 
-    The samples of all batches stand in one line: the training set in a new order for each time it
-    is gone through. More processes read the same batches, a part of each in each process.
+    Batches are consecutive parts of the training set, which has a new order in each epoch. With
+    several processes, each one reads a part of every batch.
     """
 
     def __init__(
@@ -44,12 +44,13 @@ class StepBatches(Sampler[list[int]]):
 
 
 class ArenaData(L.LightningDataModule):
-    """A task's samples in batches.
+    """The samples of a task in batches.
 
-    data_root:  where published files are, and where generated ones go
-    batch_size: samples of a step over all processes
-    workers:    processes that read or draw samples; 0 does so between steps
-    seed:       of the order of the training samples
+    Args:
+        data_root: Folder of published files, to which generated files are written.
+        batch_size: Number of samples of a step, over all processes.
+        workers: Number of processes that read or draw samples; with 0 this is done between steps.
+        seed: Seed of the order of the training samples.
     """
 
     def __init__(

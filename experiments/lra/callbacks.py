@@ -23,12 +23,12 @@ from experiments.files import write_json
 from experiments.lra.learner import Learner, read_checkpoint
 from experiments.lra.tasks import Batch
 
-# A run is stuck when its accuracy is not so many standard errors above guessing.
+# A run is stuck if its accuracy is less than so many standard errors above that of guessing.
 CLEARLY = 4
 
 
 class StepBar(TQDMProgressBar):
-    """Counts to max_steps: the training data has no end."""
+    """A progress bar up to max_steps, because the training data has no end."""
 
     @property
     def total_train_batches(self) -> int:
@@ -36,9 +36,9 @@ class StepBar(TQDMProgressBar):
 
 
 class Averaged(EMAWeightAveraging):
-    """Validates, keeps and tests an exponential average of the weights.
+    """Validates, saves and tests an exponential average of the weights.
 
-    Lightning's own would test the weights of the last step: it loads them for every purpose.
+    The callback of Lightning would test the weights of the last step.
     """
 
     def on_load_checkpoint(
@@ -51,9 +51,8 @@ class Averaged(EMAWeightAveraging):
 class Best(ModelCheckpoint):
     """Saves the best checkpoint of a run as `checkpoints/best.ckpt` in its folder.
 
-    A run that goes on knows it by the file itself, wherever the folder was moved to: Lightning's
-    own forgets it when the path is another. Pre-training without labels is monitored by its own
-    loss.
+    A resumed run finds it even if the folder was moved; the callback of Lightning does not.
+    Pre-training without labels is monitored by its loss.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -84,13 +83,13 @@ class Best(ModelCheckpoint):
 
 
 class Last(ModelCheckpoint):
-    """Saves `checkpoints/last.ckpt`, from which a run goes on, every so many steps."""
+    """Saves `checkpoints/last.ckpt`, from which a run is resumed, at regular steps."""
 
     def __init__(self, every: int = 500):
         super().__init__(filename="last", every_n_train_steps=every, enable_version_counter=False)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Nothing of an earlier folder matters."""
+        """Loads nothing: the state of an earlier folder is not needed."""
 
 
 class Enough(Callback):
@@ -126,8 +125,8 @@ class Enough(Callback):
 class StuckAtChance(Callback):
     """Stops a run whose accuracy is still that of guessing after `steps` steps.
 
-    It is the training accuracy over the last tenth of these steps. `python -m
-    experiments.lra.seeds` starts such a run again with another seed, and counts it.
+    The accuracy is that of training over the last tenth of these steps. `python -m
+    experiments.lra.seeds` restarts such a run with another seed, and counts it.
     """
 
     def __init__(self, steps: int):
@@ -159,13 +158,15 @@ class StuckAtChance(Callback):
 
 
 class Deadline(Checkpoint):
-    """Stops a run at a moment, `at` seconds after 1970, and leaves the checkpoint from which it
-    goes on; the run is validated and tested as if it had ended by itself.
+    """Stops a run at a given time, and saves a checkpoint from which it can be resumed.
 
-    every: steps from one look at the clock to the next. Several processes agree on what they see,
-        which makes each wait for its device.
+    The run is then validated and tested as at its normal end. It is a Checkpoint, because
+    Lightning calls checkpoints after all other callbacks of a step.
 
-    A Checkpoint, because Lightning calls these after all other callbacks of a step.
+    Args:
+        at: The time, in seconds since 1970.
+        every: Number of steps between checks of the time. In a check several processes agree, for
+            which each waits for its device.
     """
 
     def __init__(self, at: float | None = None, every: int = 10):
@@ -183,10 +184,12 @@ class Deadline(Checkpoint):
 
 
 class Interruption(Checkpoint):
-    """Leaves the checkpoint from which a run goes on when it is interrupted (Ctrl-C), after the
-    step that is being made, and at the end of a run. A second interruption stops it at once.
+    """Saves a checkpoint from which a run can be resumed, on Ctrl-C and at the end of a run.
 
-    every: steps from one agreement of several processes to the next; see Deadline.
+    After Ctrl-C the current step is finished first. A second Ctrl-C stops the run immediately.
+
+    Args:
+        every: Number of steps between agreements of several processes; see Deadline.
     """
 
     def __init__(self, every: int = 10):
@@ -232,20 +235,22 @@ class Interruption(Checkpoint):
 
 
 def save_last(trainer: L.Trainer) -> Path:
-    """Saves what a run goes on from, and returns where."""
+    """Saves the checkpoint from which a run is resumed; returns its path."""
     path = folder_of(trainer) / "checkpoints" / "last.ckpt"
     trainer.save_checkpoint(path, weights_only=False)
     return path
 
 
 def folder_of(trainer: L.Trainer) -> Path:
-    """Where a run writes; every process takes part in agreeing on it."""
+    """The folder of a run; all processes must call this to agree on it."""
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
 class Curve(Callback):
-    """Keeps [step, accuracy, loss] of every validation, and writes them to curve.json, which a run
-    that is killed leaves behind; in pre-training [step, loss of the pixels]."""
+    """Writes [step, accuracy, loss] of every validation to curve.json, also if a run is killed.
+
+    In pre-training it writes [step, loss of hidden tokens].
+    """
 
     def __init__(self):
         self.points: list[list[float]] = []

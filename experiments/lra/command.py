@@ -30,8 +30,8 @@ class ArenaCLI(LightningCLI):
     """Lightning's command line, with one task for data and model, and a test after each run.
 
     Args:
-        folder: Of the run; Lightning chooses one where it is None. A run that goes on from
-            `FOLDER/checkpoints/last.ckpt` goes on in its own folder.
+        folder: Folder of the run; if None, Lightning chooses one. A run that is resumed from
+            `FOLDER/checkpoints/last.ckpt` uses FOLDER.
         trained: Called after training, with the command line.
         test: Whether a trained model is tested.
     """
@@ -63,12 +63,12 @@ class ArenaCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         trainer = self.config[str(self.subcommand)].trainer
-        if trainer.enable_progress_bar is False:  # which Lightning refuses beside a bar
+        if trainer.enable_progress_bar is False:  # Lightning refuses this with a progress bar
             bar = f"{StepBar.__module__}.{StepBar.__name__}"
             trainer.callbacks = [each for each in trainer.callbacks if each.class_path != bar]
 
     def _parse_ckpt_path(self) -> None:
-        """Takes no options from a checkpoint, as Lightning does: they could name a file to run."""
+        """Reads no options from a checkpoint, unlike Lightning: they could name a file to run."""
 
     def instantiate_classes(self) -> None:
         with errors_in_one_line():
@@ -83,7 +83,7 @@ class ArenaCLI(LightningCLI):
             logger = TensorBoardLogger(folder.parent, name="", version=folder.name)
             self.trainer.logger = logger
         with errors_in_one_line():
-            # Before anything is started: what cannot be is said in a line.
+            # Before anything starts, so that invalid settings give an error of one line.
             check_warm_up(self.model.optimizer, int(self.trainer.max_steps))
             self.datamodule.prepare_data()
 
@@ -93,7 +93,7 @@ class ArenaCLI(LightningCLI):
             self.datamodule.prepare_data()
 
     def _checkpoint(self) -> Path | None:
-        """The checkpoint that was named, if one was; ends the program where it cannot be read."""
+        """The checkpoint of the options, or None. Ends the program if it cannot be read."""
         path = self.config[str(self.subcommand)].ckpt_path
         if not path:
             return None
@@ -108,7 +108,7 @@ class ArenaCLI(LightningCLI):
 
     @property
     def ended(self) -> bool:
-        """Whether a run was trained to its end, not to that of its time."""
+        """Whether a run was trained to its end, not stopped at its time limit."""
         enough = any(callback.reached for callback in self._callbacks(Enough))
         return enough or self.trainer.global_step >= int(self.trainer.max_steps)
 
@@ -116,7 +116,7 @@ class ArenaCLI(LightningCLI):
         self.trained(self)
         if not self.test and not self.stuck:
             return
-        if self.model.pre_trains:  # no label was learned: there is nothing to test
+        if self.model.pre_trains:  # without labels there is nothing to test
             path = self._path_of_result()
             if self.trainer.is_global_zero:
                 write_json(path, self._result(self._run()))
@@ -126,7 +126,7 @@ class ArenaCLI(LightningCLI):
     def _test(self) -> None:
         checkpoint = self.trainer.checkpoint_callback
         best = getattr(checkpoint, "best_model_path", "") or None
-        # Testing reads the best checkpoint, which knows no more than the run did when it was made.
+        # Testing reads the best checkpoint, which has the state of the run when it was saved.
         run = self._run()
         run["tested_step"] = read_checkpoint(Path(best))["global_step"] if best else run["steps"]
         if not run["stuck"]:
@@ -136,7 +136,7 @@ class ArenaCLI(LightningCLI):
         self._report(run)
 
     def _run(self) -> dict:
-        """What there is to say of a training."""
+        """The result of a training as values of JSON."""
         return {
             "stuck": self.stuck,
             "ended": self.ended,
@@ -170,7 +170,7 @@ class ArenaCLI(LightningCLI):
         show(result)
 
     def _path_of_result(self) -> Path:
-        """Every process takes part: call it before the first alone goes on."""
+        """All processes must call this, before code that only the first one runs."""
         return folder_of(self.trainer) / RESULT
 
     def _result(self, run: dict) -> dict:
@@ -218,7 +218,7 @@ def with_presets(arguments: list[str]) -> list[str]:
 
 
 def check_task(arguments: list[str]) -> None:
-    """Raises ValueError with the known tasks for a bare name that is none of them."""
+    """Raises ValueError with the known tasks for an unknown name."""
     known = [name for name, found in vars(tasks).items() if _is_task(found)]
     for option, value in pairwise(arguments):
         if option == "--data.task" and value.isidentifier() and value not in known:
@@ -231,7 +231,7 @@ def _is_task(found: object) -> bool:
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Ends the program with the message of an error: what was given cannot be, or is missing."""
+    """Ends the program with the message of an error about invalid or missing input."""
     try:
         yield
     except (ValueError, MissingData) as error:
@@ -244,11 +244,11 @@ def fit(
     """Trains one stage of several in one process, which share compiled code.
 
     Args:
-        arguments: Of `python -m experiments.lra fit`.
-        folder: Of the stage.
-        trained: Called after training with whether the run came to its end, and whether it was
-            stuck at chance.
-        test: Whether the model is tested then.
+        arguments: Options of `python -m experiments.lra fit`.
+        folder: Folder of the stage.
+        trained: Called after training with (whether the run reached its end, whether it was stuck
+            at chance).
+        test: Whether the model is tested after training.
     """
     _command(
         ["fit", *arguments],
@@ -269,5 +269,5 @@ def _command(arguments: list[str], **options) -> None:
         sys.argv[1:] = with_presets(arguments)
     try:
         ArenaCLI(**options)
-    except MisconfigurationException as error:  # of options that exclude one another
+    except MisconfigurationException as error:  # options exclude each other
         sys.exit(f"error: {error}")

@@ -25,7 +25,7 @@ from experiments.lra.exported import EVALUATION_SECONDS, compact
 from experiments.pieces import export, restore
 
 PROGRESS, RESULT = "progress.json", "curriculum.json"
-STAGE_SEED = 10_000  # from the seed of one stage to that of the next
+STAGE_SEED = 10_000  # difference of the seeds of consecutive stages
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Stage:
     """One stage of a curriculum.
 
     Attributes:
-        difficulty: Of the images that validate it; see `tasks.Pathfinder`.
-        shorter: Part of the training images whose contours are shorter.
-        enough: Validation accuracy at which it ends; more than 1 for never.
-        steps: At most.
+        difficulty: Difficulty of its validation images; see `tasks.Pathfinder`.
+        shorter: Share of the training images with shorter contours.
+        enough: Validation accuracy at which the stage ends; above 1 for never.
+        steps: Largest number of steps.
     """
 
     difficulty: str
@@ -49,7 +49,7 @@ class Stage:
         """Reads `difficulty:shorter:enough:steps`.
 
         Raises:
-            ValueError: For any other text.
+            ValueError: The text has another form.
         """
         from experiments.lra.tasks.snakes import DIFFICULTIES
 
@@ -108,7 +108,7 @@ def main(
             run.train_stage(arguments, patience, end, export_to)
             if end is not None and time.time() >= end - EVALUATION_SECONDS:
                 break
-    except SystemExit:  # interrupted: what was done is carried away as after any other end
+    except SystemExit:  # interrupted; the run is exported as after any other end
         run.save(export_to)
         raise
     run.save(export_to)
@@ -120,16 +120,16 @@ def _but_steps(stages: list[Stage]) -> list[Stage]:
 
 @dataclass
 class Run:
-    """A curriculum in a folder: where it stands.
+    """The state of a curriculum in a folder.
 
     Attributes:
-        output: The folder; each stage has one of its own in it.
-        stages: All of them.
-        seed: Of the first stage; the others have seeds of their own that follow from it.
-        number: Of the stage that is trained, or len(stages) after the last.
-        stuck: Whether a stage was given up at chance.
-        seconds: That earlier commands took.
-        started: When this command did, seconds after 1970.
+        output: The folder, in which each stage has a folder.
+        stages: All stages.
+        seed: Seed of the first stage, from which those of the others follow.
+        number: Index of the current stage, or len(stages) after the last one.
+        stuck: Whether a stage was stopped because it was stuck at chance.
+        seconds: Time that earlier commands took.
+        started: Time at which this command started, in seconds since 1970.
     """
 
     output: Path
@@ -142,10 +142,10 @@ class Run:
 
     @classmethod
     def of(cls, output: Path, stages: list[Stage], seed: int) -> "Run":
-        """The run of a folder, a new one where there is none.
+        """Reads the run of a folder, or starts a new one.
 
         Raises:
-            ValueError: For a folder that holds another run, or a damaged one.
+            ValueError: The folder contains another run or a damaged one.
         """
         path = output / PROGRESS
         if not path.exists():
@@ -156,10 +156,10 @@ class Run:
             run = cls(output, found, **facts)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
-        # Stages that are over may differ, and those to come in their steps: the rate falls over
-        # the last of them.
+        # Finished stages may differ, and later stages may differ in their number of steps: the
+        # learning rate falls over the last of them.
         if _but_steps(found[run.number :]) != _but_steps(stages[run.number :]) or run.seed != seed:
-            raise ValueError(f"{output} holds a run of seed {run.seed} and stages {found}")
+            raise ValueError(f"{output} has a run with seed {run.seed} and stages {found}")
         run.stages = found[: run.number] + stages[run.number :]
         return run
 
@@ -176,8 +176,8 @@ class Run:
     def train_stage(
         self, arguments: list[str], patience: int, end: float | None, export_to: Path | None
     ) -> None:
-        """Trains the stage at hand to its end, or to the end of the time."""
-        # Late, so that --help and what cannot be are answered at once.
+        """Trains the current stage to its end, or to the time limit."""
+        # Imported here, so that --help and errors of options are quick.
         from experiments.lra.command import fit
 
         number = self.number
@@ -212,7 +212,7 @@ class Run:
         return [part for name, value in values.items() for part in (f"--{name}", str(value))]
 
     def save(self, export_to: Path | None) -> None:
-        """Writes where the run stands, and exports what it goes on from."""
+        """Writes the state of the run, and exports it."""
         facts = {
             "stages": [asdict(stage) for stage in self.stages],
             "seed": self.seed,
@@ -227,7 +227,7 @@ class Run:
             write_json(export_to / RESULT, self.result())
 
     def result(self) -> dict:
-        """What was trained so far: the curve of each stage, and the test of the last."""
+        """The result so far: the curve of each stage, and the test of the last one."""
         stages = []
         for number, stage in enumerate(self.stages[: self.number + 1]):
             path = self.folder(number) / "curve.json"
@@ -244,8 +244,11 @@ class Run:
         return self.seconds + time.time() - self.started
 
     def _files(self) -> dict[str, bytes]:
-        """What another machine needs to go on: the last checkpoint of the stage at hand, the best
-        of it or of the one before, the curves."""
+        """The files that another machine needs to resume the run.
+
+        These are the last checkpoint of the current stage, the best one of it or of the previous
+        stage, and the curves.
+        """
         paths = [self.output / PROGRESS, *self.output.glob("*/curve.json")]
         files = {str(path.relative_to(self.output)): path.read_bytes() for path in paths}
         best = [

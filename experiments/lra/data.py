@@ -149,7 +149,7 @@ def imdb_hash(folder: Path) -> str:
         reviews = sorted((folder / part).glob("*.txt"))
         if len(reviews) != IMDB_REVIEWS:
             raise typer.BadParameter(
-                f"{part} must hold {IMDB_REVIEWS:,} reviews, got {len(reviews):,}"
+                f"{part} must have {IMDB_REVIEWS:,} reviews, got {len(reviews):,}"
             )
         for review in reviews:
             digest.update(review.read_bytes())

@@ -19,19 +19,21 @@ from experiments.lra.model import Classifier, EncoderConfig, pooled_by
 from experiments.lra.tasks import Batch, Task
 from experiments.lra.tasks.hashing import stream_of
 
-# Classes of a traced token: on no contour with a disc, on one with a single disc, with both.
+# Classes of contour labels: the number of discs on the contour of a token.
 TRACES = 3
-HEADS = ("restore.", "trace.")  # weights of training alone
+HEADS = ("restore.", "trace.")  # weights that only training uses
 Growth = Literal["interpolated", "repeated"]
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, and how its learning rate goes: up over warmup steps, then down to the last step.
+    """AdamW and the schedule of its learning rate: a linear warm-up, then a decay.
 
-    schedule: "onecycle" falls linearly and moves beta1 the other way, as torch's OneCycleLR does;
-    "cosine" falls to 0; "rsqrt" falls by 1 / sqrt(step); "constant" stays; "trapezoid" stays and
-    falls linearly to 0 over the last fifth: a run of it can go on as a longer one.
+    Args:
+        schedule: "onecycle" decays linearly and moves beta1 in the opposite direction, like
+            OneCycleLR of torch. "cosine" decays to 0. "rsqrt" decays by 1 / sqrt(step). "constant"
+            does not decay. "trapezoid" is constant and decays linearly to 0 over the last fifth of
+            the steps, so a run can be resumed as a longer one.
     """
 
     learning_rate: float = 1e-4
@@ -44,11 +46,15 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """The loss: labels * cross-entropy of the label + pixels * cross-entropy of hidden tokens.
+    """The loss: labels * cross-entropy of labels + pixels * cross-entropy of hidden tokens.
 
-    traces: weight of the cross-entropy of every token's class, for a task whose training samples
-    are traced. hidden: part of the tokens that are hidden; ink: weight of tokens (and classes)
-    other than 0, of which images of contours have few. labels = 0 is pre-training without labels.
+    Args:
+        labels: Weight of the labels; 0 for pre-training without labels.
+        pixels: Weight of hidden tokens.
+        traces: Weight of the cross-entropy of contour labels, for a task with traced samples.
+        hidden: Share of the tokens that are hidden.
+        ink: Weight of tokens (and contour labels) other than 0, of which images of contours have
+            few.
     """
 
     labels: float = 1.0
@@ -59,15 +65,16 @@ class ObjectiveConfig:
 
 
 class Learner(L.LightningModule):
-    """A classifier of a task's samples in training.
+    """The training of a classifier for a task.
 
-    init_from: a checkpoint whose weights to start from.
-    positions_from: how learned positions of a smaller image are fitted to a larger one; see
-        `resized`.
-    passes: "compiled" has torch.compile fuse all but our kernels, for every size of a batch anew:
-        choose sizes of splits that are multiples of the batch; "cuda_graph" replays the passes of
-        the classifier, which spares small models the wait for launches.
-    seed: of the random numbers of a step, which are functions of seed, step and process.
+    Args:
+        init_from: A checkpoint with initial weights.
+        positions_from: How learned positions of a smaller image are resized to a larger one; see
+            `resized`.
+        passes: "compiled" uses torch.compile for everything except our kernels. It compiles for
+            each batch size, so make the sizes of splits multiples of it. "cuda_graph" replays the
+            passes of the classifier as CUDA graphs, which is faster for small models.
+        seed: Seed of the random numbers of a step, which depend only on seed, step and process.
     """
 
     def __init__(
@@ -89,9 +96,9 @@ class Learner(L.LightningModule):
         self.passes = passes
         self.task, self.optimizer, self.objective, self.seed = task, optimizer, objective, seed
         self.classifier = Classifier(encoder, task.shape)
-        # What guesses hidden tokens.
+        # Predicts hidden tokens.
         self.restore = nn.Linear(encoder.dim, task.shape.vocabulary) if objective.pixels else None
-        # What tells the class of a token.
+        # Predicts contour labels.
         self.trace = nn.Linear(encoder.dim, TRACES) if objective.traces else None
         classes = task.shape.classes
         self.accuracy = MulticlassAccuracy(classes, average="micro")
@@ -99,7 +106,7 @@ class Learner(L.LightningModule):
         if init_from is not None:
             start_from(self, init_from, positions_from)
         if passes == "compiled":
-            # Traces and hidden tokens read the encoder, labels the whole classifier.
+            # Contour labels and hidden tokens use the encoder, labels the whole classifier.
             whole = not (objective.traces or objective.pixels)
             (self.classifier if whole else self.classifier.encoder).compile(dynamic=False)
 
@@ -108,7 +115,7 @@ class Learner(L.LightningModule):
             self._capture()
 
     def _capture(self) -> None:
-        """Replaces the classifier's training passes by graphs of them."""
+        """Replaces the training passes of the classifier by CUDA graphs."""
         if self.device.type != "cuda" or self.trainer.world_size > 1:
             raise ValueError("passes 'cuda_graph' need one CUDA device")
         if self.classifier.encoder.config.attention_dropout:
@@ -145,7 +152,7 @@ class Learner(L.LightningModule):
         return {"loss": loss} if right is None else {"loss": loss, "accuracy": right.detach()}
 
     def answers(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits of the labels, and the loss of the traces."""
+        """The logits of the labels, and the loss of the contour labels."""
         if self.trace is None:
             return self.classifier(*batch.inputs), torch.zeros((), device=self.device)
         if batch.traces is None:
@@ -161,7 +168,7 @@ class Learner(L.LightningModule):
         return self.classifier.classify(pooled_by(encoder.config.pool, features, None)), traces
 
     def restoration_loss(self, batch: Batch) -> Tensor:
-        """Cross-entropy of hidden tokens, over all ids; ink counts more."""
+        """Cross-entropy of hidden tokens over all ids, weighted by `ink`."""
         assert self.restore is not None
         encoder = self.classifier.encoder
         ids = batch.ids.flatten(0, 1)
@@ -196,7 +203,7 @@ class Learner(L.LightningModule):
 
     @property
     def pre_trains(self) -> bool:
-        """Whether labels have no part in training: then no accuracy says anything."""
+        """Whether labels are not used in training, so that accuracy has no meaning."""
         return not self.objective.labels
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
@@ -223,7 +230,7 @@ class Learner(L.LightningModule):
 
 
 def accuracy_of(confusion: Tensor) -> dict[str, float]:
-    """Accuracy, its standard error, and what always answering the most frequent class gives."""
+    """Accuracy, its standard error, and the accuracy of always the most frequent class."""
     total = float(confusion.sum())
     accuracy = float(confusion.diagonal().sum()) / total
     return {
@@ -238,7 +245,8 @@ def schedule_of(config: OptimizerConfig, optimizer: Optimizer, steps: int) -> LR
     """The learning rate over a run of so many steps; see OptimizerConfig.
 
     Raises:
-        ValueError: For "onecycle" with a warm-up that is longer than the run, or without an end.
+        ValueError: The schedule is "onecycle", and the warm-up is longer than the run or the run
+            has no end.
     """
     if config.schedule == "onecycle":
         check_warm_up(config, steps)
@@ -261,7 +269,7 @@ def schedule_of(config: OptimizerConfig, optimizer: Optimizer, steps: int) -> LR
 
 
 def check_warm_up(config: OptimizerConfig, steps: int) -> None:
-    """Raises ValueError for a warm-up that does not go with a run of so many steps."""
+    """Raises ValueError if the warm-up is not 0 to the number of steps."""
     if config.schedule == "onecycle" and not 0 <= config.warmup_steps <= steps:
         raise ValueError(
             f"model.optimizer.warmup_steps must be 0 to the {steps} steps of trainer.max_steps "
@@ -270,18 +278,18 @@ def check_warm_up(config: OptimizerConfig, steps: int) -> None:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """The contents of a checkpoint; nothing in it is run. Raises ValueError naming the file."""
+    """Reads a checkpoint without running code in it. Raises ValueError with the file name."""
     try:
         return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:  # of any kind: bytes that are no checkpoint are read as one
-        # torch's page of text advises to read it without protection.
-        other = "it holds other objects than weights, or is damaged"
+    except Exception as error:  # any kind of error, because any bytes may be in the file
+        # The message of torch recommends loading it without protection.
+        other = "it contains other objects than weights, or is damaged"
         reason = other if isinstance(error, UnpicklingError) else error
         raise ValueError(f"{path} cannot be read as a checkpoint: {reason}") from error
 
 
 def start_from(learner: Learner, path: Path, how: Growth = "interpolated") -> None:
-    """Loads weights; learned positions are fitted, the heads of training alone may be new or old.
+    """Loads weights. Learned positions are resized, and heads for training may be missing.
 
     Raises ValueError for a checkpoint of another model.
     """
@@ -302,16 +310,18 @@ def start_from(learner: Learner, path: Path, how: Growth = "interpolated") -> No
 
 
 def resized(positions: Tensor, tokens: int, how: Growth) -> Tensor:
-    """Learned positions of a square image for a larger one: (side^2, dim) -> (tokens, dim).
+    """Resizes learned positions of a square image to a larger one.
 
-    Positions of an image of the same size, or of no square, come back as they are.
+    Positions of an image with the same size, or of one that is not square, are not changed.
 
     Args:
-        positions: In raster order.
-        tokens: Of the larger image.
-        how: "interpolated" takes the larger image as the same plane, seen finer: bilinear, as the
-            FlashAttention paper did for Path-X. "repeated" lays the smaller image side by side,
-            which needs a multiple of its side.
+        positions: (side^2, dim), in raster order.
+        tokens: Number of tokens of the larger image.
+        how: "interpolated" is bilinear, as in the FlashAttention paper for Path-X. "repeated"
+            repeats the smaller image, so the larger side must be a multiple of the smaller one.
+
+    Returns:
+        (tokens, dim).
     """
     small, large = (round(sqrt(n)) for n in (positions.shape[0], tokens))
     if positions.shape[0] == tokens or small**2 != positions.shape[0] or large**2 != tokens:

@@ -16,27 +16,30 @@ from sparseflash.nn.rotary import rotate
 Expressions = str | list[str | list[str]]
 
 ROTARY_BASE = 10_000.0
-AXIAL_BASE = 100.0  # coordinates of pixels are small numbers
+AXIAL_BASE = 100.0  # smaller than for text, because coordinates of pixels are small
 BLACK = 0
 
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """What an encoder is made of; presets/ holds the published ones.
+    """The configuration of an encoder; the published ones are in presets/.
 
-    attention:  for all layers, or a list with one for each layer. Each is "standard", "flash",
-        "sdpa", "linear"; a pattern such as "local(128) | global_tokens(16)"; a list of patterns,
-        one for each head; or "nystromformer", "performer", "linformer", "reformer" of other
-        packages
-    block_size: side of the patterns' blocks, in tokens
-    positions:  "learned" and "sinusoidal" are added to the embeddings; "rotary" rotates queries
-        and keys by their place in the sequence, "axial" by the row and the column of their pixel:
-        the same in images of any size
-    pool:       "mean" or "max" over all tokens but padding; "mean_padded" divides the sum by the
-        padded length, as published code does; "cls" reads a token put in front
-    order:      of pixels: "raster", or "tiles" of tile = rows, columns: a prior of the plane
-    embedding_std: of the random embeddings of ids and places at the start
-    mask_black: take pixels of value 0 for padding, as `ids != 0` in published code does
+    Args:
+        attention: The attention of all layers, or a list with one for each layer. It is
+            "standard", "flash", "sdpa", "linear"; a pattern such as "local(128) |
+            global_tokens(16)"; a list of patterns with one for each head; or "nystromformer",
+            "performer", "linformer", "reformer" of other packages.
+        block_size: Side of a block of patterns, in tokens.
+        positions: "learned" and "sinusoidal" are added to the embeddings. "rotary" rotates queries
+            and keys by their position in the sequence, "axial" by the row and column of their
+            pixel, with equal angles in images of all sizes.
+        pool: "mean" or "max" over all tokens except padding. "mean_padded" divides the sum by the
+            padded length, as published code does. "cls" reads an additional first token.
+        order: Order of pixels: "raster", or "tiles", which adds knowledge of the two dimensions.
+        tile: (rows, columns) of a tile, in pixels.
+        embedding_std: Standard deviation of the initial embeddings of ids and positions.
+        mask_black: Whether pixels of value 0 are treated as padding, as by `ids != 0` in published
+            code.
     """
 
     attention: Expressions = "flash"
@@ -56,10 +59,10 @@ class EncoderConfig:
 
 
 class Encoder(nn.Module):
-    """ids (batch, seq_len) and lengths (batch,) or None -> features (batch, tokens, dim), and
-    which of these tokens are keys: their lengths (batch,), a mask (batch, tokens) or None for all.
+    """Encodes ids (batch, seq_len), with lengths (batch,) or None.
 
-    tokens is seq_len, and one more with a CLS token.
+    Returns features (batch, tokens, dim), and which tokens are keys: lengths (batch,), a mask
+    (batch, tokens), or None for all. tokens is seq_len, plus 1 with a CLS token.
     """
 
     order: Tensor | None
@@ -70,7 +73,7 @@ class Encoder(nn.Module):
         _check(config, shape, expressions)
         self.config, self.cls = config, config.pool == "cls"
         self.register_buffer("order", order_of(shape, config.order, config.tile), persistent=False)
-        # One id more than the task has: the CLS token, and what hides a masked one.
+        # One additional id: for the CLS token, and for hidden tokens.
         self.extra_id = shape.vocabulary
         self.embedding = nn.Embedding(shape.vocabulary + 1, config.dim)
         self.positions = Positions(config, shape, self.order)
@@ -98,11 +101,13 @@ class Encoder(nn.Module):
 
 
 def order_of(shape: Shape, order: str, tile: tuple[int, int]) -> Tensor | None:
-    """Which pixel of the image, in raster order, each token is; None for raster order itself.
+    """The pixel of each token, in raster order; None if the order is "raster".
 
-    "tiles" takes the image tile by tile, so that a block of tile rows x columns tokens is a patch
-    and not a part of a row. That is knowledge of the plane which raster order does not give.
-    Raises ValueError for text, and for tiles that do not fill the image.
+    With "tiles" a block of rows x columns tokens is a patch and not a part of a row. This is
+    knowledge of the two dimensions that raster order does not have.
+
+    Raises:
+        ValueError: The task is text, or tiles do not fill the image.
     """
     if order == "raster":
         return None
@@ -140,8 +145,10 @@ def _check(config: EncoderConfig, shape: Shape, expressions: list[str | list[str
 
 
 class Positions(nn.Module):
-    """embeddings (batch, tokens, dim) -> the same with what is added for their places, and the
-    angles, (tokens, head_dim / 2), by which queries and keys rotate."""
+    """Adds position embeddings to embeddings (batch, tokens, dim).
+
+    Also returns the angles (tokens, head_dim / 2) of rotary embeddings, or None.
+    """
 
     place: Tensor
     added: Tensor | None
@@ -181,7 +188,7 @@ class Positions(nn.Module):
 
 
 def frequencies(place: Tensor, count: int, base: float) -> Tensor:
-    """place base^(-i / count) for i = 0..count-1: (places, count)."""
+    """position base^(-i / count) for i = 0..count-1: (positions, count)."""
     return place[:, None] * base ** (-torch.arange(count) / count)
 
 
@@ -231,7 +238,7 @@ class SelfAttention(nn.Module):
 
 
 class PackagedAttention(nn.Module):
-    """A layer of another package, which masks keys but does not rotate them."""
+    """A layer of another package. It masks keys, but has no rotary embedding."""
 
     def __init__(self, config: EncoderConfig, name: str, tokens: int):
         super().__init__()
@@ -248,9 +255,9 @@ def attention_of(config: EncoderConfig, expression: str | list[str], tokens: int
 
 
 class Classifier(nn.Module):
-    """ids (batch, documents, seq_len) and lengths (batch, documents) or None -> logits.
+    """Classifies ids (batch, documents, seq_len) with lengths (batch, documents) or None.
 
-    Two documents a, b are read by the same encoder and compared as [a, b, a b, a - b].
+    The same encoder reads two documents a and b; the classifier gets [a, b, a b, a - b].
     """
 
     def __init__(self, config: EncoderConfig, shape: Shape):
@@ -274,7 +281,7 @@ class Classifier(nn.Module):
 
 
 def pooled_by(pool: str, x: Tensor, keys: Tensor | None) -> Tensor:
-    """(batch, tokens, dim) -> (batch, dim), over the tokens that are keys.
+    """Pools (batch, tokens, dim) to (batch, dim) over the tokens that are keys.
 
     See EncoderConfig.pool and Encoder.
     """

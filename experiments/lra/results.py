@@ -42,7 +42,7 @@ def main(
 
 
 def ended(group: Path) -> list[dict]:
-    """The result of each seed of a group, the newest where a run went on.
+    """The result of each seed of a group, or the newest one if a run was resumed.
 
     Raises ValueError for a folder without results.
     """
@@ -50,19 +50,19 @@ def ended(group: Path) -> list[dict]:
     results = sorted(group.rglob(RESULT), key=lambda path: path.stat().st_mtime)
     for path in (*results, *group.rglob(CURRICULUM)):
         run = json.loads(path.read_text())
-        # Pre-training, or cut before its test; a stage that is stuck has said so itself.
+        # Pre-training, or stopped before its test; the result of a stuck stage says so.
         if "test/accuracy" not in run and (path.name == CURRICULUM or not run["stuck"]):
             continue
         if path.name == CURRICULUM:
             run |= one_curve(run)
         newest[path.relative_to(group).parts[0]] = run
     if not newest:
-        raise ValueError(f"{group} holds no {RESULT}: no run of it ended")
+        raise ValueError(f"{group} has no {RESULT}: none of its runs has finished")
     return sorted(newest.values(), key=lambda result: result["seed"])
 
 
 def one_curve(run: dict) -> dict:
-    """What differs when the stages of a curriculum count as one run: steps and curve of all."""
+    """The fields of a result that change if all stages count as one run: steps and curve."""
     begin, curve, stages = 0, [], []
     for stage in run["stages"]:
         curve += [[begin + step, *values] for step, *values in stage["curve"]]
@@ -73,7 +73,7 @@ def one_curve(run: dict) -> dict:
 
 
 def record_of(name: str, groups: dict[str, list[dict]]) -> dict:
-    """What is written: floors once, and for each group its mean, deviation and runs.
+    """The record: floors, and for each group its mean, deviation and runs.
 
     Raises ValueError for runs of different tasks or devices.
     """
@@ -95,8 +95,10 @@ def floors_of(runs: list[dict]) -> dict[str, float]:
 
 
 def draw_curves(record_path: Path) -> Path:
-    """Draws validation accuracy against steps for every run of a record, a colour for each group,
-    with the floors as levels; returns the path of the picture."""
+    """Draws validation accuracy against steps, with a colour for each group, and the floors.
+
+    Returns the path of the picture.
+    """
     record = json.loads(record_path.read_text())
     figure, ax = panels(size=(7.5, 4.5), grid=False)
     for colour, (label, group) in zip(COLOURS, record["groups"].items(), strict=False):
@@ -108,7 +110,7 @@ def draw_curves(record_path: Path) -> Path:
 
 
 def _draw_floors(ax: Axes, floors: dict[str, float]) -> None:
-    """Levels that are not far above the curves, their names beside them, none over another."""
+    """Draws floors that are not far above the curves, with names that do not overlap."""
     highest = ax.get_ylim()[1] + 10
     shown = sorted((floor, name) for name, floor in floors.items() if floor <= highest)
     for floor, _ in shown:

@@ -29,7 +29,7 @@ from experiments.files import RESULT, write_json
 from experiments.lra.exported import EVALUATION_SECONDS, contents
 from experiments.pieces import export, restore
 
-# Restarts take seeds far from those asked for.
+# Seeds of restarts are far from those of the command.
 RESTART = 1000
 
 
@@ -63,7 +63,7 @@ def main(
             chosen = range(first, first + seeds)
             found = pool.map(lambda seed: runs.until_unstuck(seed, restarts), chosen)
             results = [result for of_seed in found for result in of_seed]
-    except subprocess.CalledProcessError as error:  # which has said why itself
+    except subprocess.CalledProcessError as error:  # the process has printed the reason
         Console(stderr=True).print(f"a run failed: {shlex.join(error.cmd)}", highlight=False)
         raise typer.Exit(2) from error
     finally:
@@ -82,9 +82,9 @@ class Runs:
     """The runs of a command.
 
     Attributes:
-        output: The folder of their folders.
-        arguments: Of `python -m experiments.lra fit`.
-        end: Of the time, seconds after 1970, or None.
+        output: The folder that contains their folders.
+        arguments: Options of `python -m experiments.lra fit`.
+        end: Time limit in seconds since 1970, or None.
     """
 
     output: Path
@@ -101,14 +101,14 @@ class Runs:
         return results
 
     def train(self, number: int, seed: int) -> dict:
-        """The result of one run, which is made or goes on unless it has ended.
+        """Starts or resumes a run, unless it has finished; returns its result.
 
         Args:
-            number: What `{seed}` stands for.
-            seed: Of the run, another one where it is a restart.
+            number: The value of `{seed}` in the options.
+            seed: Seed of the run, which differs from `number` in a restart.
 
         Raises:
-            CalledProcessError: When it fails.
+            CalledProcessError: The run failed.
         """
         folder = self.output / f"seed{seed}"
         result = self._result(folder)
@@ -119,7 +119,7 @@ class Runs:
         return self._result(folder)
 
     def _options(self, seed: int) -> list[str]:
-        """Options of Lightning by which a run lies in its folder, goes on there and ends."""
+        """Options of Lightning that set the folder of a run, its checkpoint and its time limit."""
         values: dict[str, object] = {"seed_everything": seed}
         last = self.output / f"seed{seed}" / "checkpoints" / "last.ckpt"
         if last.exists():
@@ -136,13 +136,13 @@ class Runs:
         return self.end is not None and time.time() >= self.end - EVALUATION_SECONDS
 
     def _result(self, folder: Path) -> dict:
-        """What a run has reported so far."""
+        """The result that a run has written so far."""
         path = folder / RESULT
         reported = json.loads(path.read_text()) if path.exists() else {}
         return {"ended": False, "stuck": False} | reported
 
     def files(self) -> dict[str, bytes]:
-        """What another machine needs to go on with them all."""
+        """The files that another machine needs to resume all runs."""
         found: dict[str, bytes] = {}
         for folder in sorted(self.output.glob("seed*")):
             result = self._result(folder)
@@ -154,7 +154,7 @@ FIT = (sys.executable, "-m", "experiments.lra", "fit")
 
 
 def summary_of(results: list[dict]) -> dict:
-    """Mean and deviation of the accuracies that were tested; pre-training has none."""
+    """Mean and deviation of the test accuracies; None for pre-training, which has none."""
     tested = [result for result in results if not result["stuck"]]
     accuracies = [result["test/accuracy"] for result in tested if "test/accuracy" in result]
     return {

@@ -35,7 +35,7 @@ def test_pieces_are_found_whatever_order_their_names_have(tmp_path):
 
 def test_missing_damaged_and_foreign_pieces_are_named(tmp_path):
     folder = tmp_path / "pieces"
-    with pytest.raises(ValueError, match=r"pieces holds no piece-"):
+    with pytest.raises(ValueError, match=r"pieces has no piece-"):
         restore(folder, tmp_path)
     pieces = export(FILES, folder, piece_bytes=6000)
     content = pieces[1].read_bytes()

@@ -108,7 +108,7 @@ def test_a_record_survives_its_file(tmp_path: Path):
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"crossovers": [], "rows": [3]}', '{"a": 1}'])
 def test_other_files_are_no_records(text, tmp_path):
     (tmp_path / "other.json").write_text(text)
-    with pytest.raises(ValueError, match=r"other\.json is no record"):
+    with pytest.raises(ValueError, match=r"other\.json is not a record"):
         Record.load(tmp_path / "other.json")
 
 

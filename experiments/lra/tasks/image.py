@@ -94,7 +94,7 @@ def load_batch(path: Path) -> tuple[np.ndarray, list[int]]:
         TypeError,
         AttributeError,
     ) as error:
-        raise ValueError(f"{path} is no batch of CIFAR-10: {error}") from error
+        raise ValueError(f"{path} is not a batch of CIFAR-10: {error}") from error
     return colours, labels
 
 

@@ -34,7 +34,7 @@ def stored(folder: Path, facts: dict, generate: Callable[[Allocate], None]) -> A
         _write(folder, facts, generate)
     manifest = _manifest(folder)
     if manifest["facts"] != json.loads(json.dumps(facts)):
-        raise ValueError(f"{folder} holds {manifest['facts']}, not {facts}: move it away")
+        raise ValueError(f"{folder} has {manifest['facts']}, not {facts}: move it away")
     arrays = {name: _loaded(folder, name) for name in manifest["sha256"]}
     for name, array in arrays.items():
         if list(array.shape) != manifest["shape"][name]:

@@ -60,5 +60,5 @@ def test_runs_that_do_not_compare(tmp_path):
     with pytest.raises(ValueError, match="distinct names, got \\['one', 'one'\\]"):
         gather("x", [one, one], tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"empty holds no result\.json"):
+    with pytest.raises(ValueError, match=r"empty has no result\.json"):
         gather("x", [tmp_path / "empty"], tmp_path)

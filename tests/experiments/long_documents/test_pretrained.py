@@ -109,7 +109,7 @@ def test_other_folders_are_refused(tmp_path, encoder):
     )
     with pytest.raises(ValueError, match="must have an encoder with learned positions"):
         lengthened(tmp_path, 2, 20)
-    with pytest.raises(ValueError, match=r"must hold tokenizer\.json, a fast tokenizer"):
+    with pytest.raises(ValueError, match=r"must have tokenizer\.json, a fast tokenizer"):
         Batches(settings(tmp_path), DATA)
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         settings(encoder, steps=0)
@@ -140,7 +140,7 @@ def test_what_stands_late_is_learned_by_who_reads_it(encoder, tmp_path):
         str(n): value for n, value in found.items()
     }
     (tmp_path / "none").mkdir()
-    with pytest.raises(ValueError, match=r"none holds no result\.json"):
+    with pytest.raises(ValueError, match=r"none has no result\.json"):
         gather([tmp_path / "none"])
 
 

@@ -55,9 +55,9 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     )
     Run(tmp_path, one, seed=1).save(None)
     assert Run.of(tmp_path, one, seed=1).number == 0
-    with pytest.raises(ValueError, match="holds a run of seed 1 and stages"):
+    with pytest.raises(ValueError, match="has a run with seed 1 and stages"):
         Run.of(tmp_path, one, seed=2)
-    with pytest.raises(ValueError, match="holds a run of seed 1 and stages"):
+    with pytest.raises(ValueError, match="has a run with seed 1 and stages"):
         Run.of(tmp_path, other, seed=1)
     # Stages may become longer or shorter.
     longer = [one[0], Stage("hard", 0.5, 2, 400)]
@@ -77,7 +77,7 @@ def test_errors_are_told_without_a_traceback(tmp_path, monkeypatch):
     assert "difficulty:shorter:enough:steps" in done.output
     done = run("--output", "run", "--import", "none", "--", *FIT)
     assert done.exit_code == 2
-    assert "holds no piece-" in done.output
+    assert "has no piece-" in done.output
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_other_reviews_are_refused_and_nothing_is_left(tmp_path, reviews):
     assert "must have the published reviews" in said
     (reviews / "test/pos/1_7.txt").unlink()
     said = told(run("imdb", packed(tmp_path / "b.tgz", reviews), "--data-root", root))
-    assert "test/pos must hold 2 reviews, got 1" in said
+    assert "test/pos must have 2 reviews, got 1" in said
     (tmp_path / "c.tgz").write_bytes(archive.read_bytes()[:50])
     assert "cannot be unpacked" in told(run("imdb", tmp_path / "c.tgz", "--data-root", root))
     assert not root.exists()

@@ -75,7 +75,7 @@ def test_a_curriculum_is_one_run_with_stages(tmp_path):
 
 
 def test_a_folder_without_results_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no result\.json: no run of it ended"):
+    with pytest.raises(ValueError, match=r"has no result\.json: none of its runs has finished"):
         results.ended(tmp_path)
 
 

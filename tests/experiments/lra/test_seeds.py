@@ -104,7 +104,7 @@ def test_pieces_that_are_not_there_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = command("--output", "runs", "--import", "none", "--", "never")
     assert done.exit_code == 2
-    assert "holds no piece-" in done.output
+    assert "has no piece-" in done.output
 
 
 def test_a_run_that_fails_is_named(tmp_path, monkeypatch):

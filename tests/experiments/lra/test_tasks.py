@@ -108,7 +108,7 @@ class TestStore:
     def test_other_facts_and_changed_contents_are_refused(self, tmp_path):
         folder = tmp_path / "data"
         store.stored(folder, {"a": 1}, self.generate)
-        with pytest.raises(ValueError, match=r"holds .*'a': 1.*, not .*'a': 2"):
+        with pytest.raises(ValueError, match=r"has .*'a': 1.*, not .*'a': 2"):
             store.stored(folder, {"a": 2}, self.generate)
         np.save(folder / "x.npy", np.array([1, 2, 4], np.uint8))
         with pytest.raises(ValueError, match=r"x\.npy is not what was generated"):
@@ -524,7 +524,7 @@ def test_a_bad_line_of_retrieval_is_named_or_skipped(tmp_path, capsys):
         (folder / f"new_aan_pairs.{part}.tsv").write_bytes(b"\n".join(lines) + b"\n")
     with pytest.raises(ValueError, match=r"train\.tsv, line 2: must be 5 columns"):
         Retrieval().splits(tmp_path)["train"][1]
-    with pytest.raises(ValueError, match=r"holds .*'skip_corrupt': False"):
+    with pytest.raises(ValueError, match=r"has .*'skip_corrupt': False"):
         Retrieval(skip_corrupt=True).splits(tmp_path)
     for index in folder.glob("*.index"):
         shutil.rmtree(index)
@@ -556,7 +556,9 @@ class TestImage:
 
     def test_a_file_that_would_run_something_is_refused(self, tmp_path):
         self.batches(tmp_path, pytest.fail)
-        with pytest.raises(ValueError, match="data_batch_1 is no batch of CIFAR-10: it asks for"):
+        with pytest.raises(
+            ValueError, match="data_batch_1 is not a batch of CIFAR-10: it asks for"
+        ):
             ImageTask().splits(tmp_path)
 
 
