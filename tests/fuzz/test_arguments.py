@@ -126,7 +126,7 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("run", [20, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run", [20, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [make for make in PATTERNS if PATTERNS[make]])
 def test_patterns(fuzz, make, run):
     fuzz(partial(check_call, compiled(make), PATTERNS[make], True, ()), run)
@@ -210,7 +210,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("run", [20, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run", [20, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.filterwarnings("ignore:Sparse .* beta state")
 def test_masks(fuzz, name, run):
@@ -235,7 +235,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("run", [20, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run", [20, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PLANS)
 def test_context_plans(fuzz, name, run):
     fuzz(partial(check_call, *PLANS[name], True, ()), run)
@@ -320,7 +320,7 @@ def calls() -> dict[str, tuple[Callable, dict[str, Any]]]:
     }
 
 
-@pytest.mark.parametrize("run", [20, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run", [20, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", calls())
 def test_calls(fuzz, name, run):
     fuzz(partial(check_call, *calls()[name], True, TORCH), run)
