@@ -99,17 +99,20 @@ def calls_of(
 
     import masks
     import sparseflash
-    from sparseflash.dispatch.plan import plan_call
+    from sparseflash.dispatch import call
+    from sparseflash.dispatch.plan import find_plan
+    from sparseflash.dispatch.spec import CallFacts
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     inputs = torch.randn(4, 1, heads, seq_len, head_dim, dtype=dtype, device=device).unbind()
     query, key, value, grad_out = (x.clone() for x in inputs)
     leaves = q, k, v = tuple(x.clone().requires_grad_() for x in (query, key, value))
     mask = masks.local(block_size)(seq_len, block_size=block_size, device=device)
-    bare = plan_call(query, key, value, mask, backend=backend)
+    options, facts = {"backend": backend}, CallFacts()
+    bare = call.Call(find_plan(query, key, value, mask, options, facts))
     saved = (query, key, value, *bare.forward(query, key, value))
     last, last_row = query[:, :, -1:].clone(), mask.slice_queries(seq_len - 1, seq_len)
-    step = plan_call(last, key, value, last_row, backend=backend)
+    step = call.Call(find_plan(last, key, value, last_row, options, facts))
     attention = partial(sparseflash.attention, backend=backend)
     nothing = partial(do_nothing(*bare.forward(query, key, value)), *leaves, None, None)
 

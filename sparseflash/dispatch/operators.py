@@ -17,11 +17,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from masks import DynamicMask, MaskBatch
 from masks.registry import find
-from sparseflash.arguments import AnyMask, are_plain
+from sparseflash.arguments import AnyMask, are_plain, lengths_in_range
 from sparseflash.dispatch.autograd import refuse_second_derivative
 from sparseflash.dispatch.call import Call, empty_max_logits, empty_out
-from sparseflash.dispatch.plan import plan_call
-from sparseflash.dispatch.spec import CallFacts
+from sparseflash.dispatch.plan import find_plan
 from sparseflash.options import OPTION_NAMES, AttentionOptions
 from sparseflash.score import (
     ScoreFunction,
@@ -162,21 +161,15 @@ _ARGUMENTS = {
 
 def _call(bound: dict[str, Any], needs: Sequence[bool] = (False, False, False)) -> Call:
     """The call with the arguments of an operator; needs: of bias, block_scores, score_tensors."""
-    mask, seed = find(bound["mask"]), bound["seed"]
-    call = plan_call(
-        *(bound["query"], bound["key"], bound["value"]),
-        mask if bound["blocks"] is None else mask.select(bound["blocks"]),
-        key_lengths=bound["key_lengths"],
-        seed=0 if seed is None else int(seed),
-        bias=bound["bias"],
-        facts=CallFacts(
-            differentiates_bias=needs[0],
-            differentiates_blocks=needs[1],
-            max_logits=bound["max_logits"],
-            differentiates_score_tensors=needs[2],
-        ),
-        **{name: bound[name] for name in OPTION_NAMES},
-    )
+    query, key, value = (bound[name] for name in ("query", "key", "value"))
+    mask, blocks, seed = find(bound["mask"]), bound["blocks"], bound["seed"]
+    given = (bound["key_lengths"] is not None, bound["bias"] is not None)
+    facts = (*given, needs[0], needs[1], False, bound["max_logits"], needs[2])
+    options = {name: bound[name] for name in OPTION_NAMES}
+    mask = mask if blocks is None else mask.select(blocks)
+    plan = find_plan(query, key, value, mask, options, facts)
+    lengths = lengths_in_range(bound["key_lengths"], key.shape[2], key.device)
+    call = Call(plan, lengths, 0 if seed is None else int(seed), bound["bias"])
     if bound["score_tensors"]:
         call.score_tensors = ScoreTensors(bound["score_tensors"])
     return call

@@ -10,11 +10,11 @@ from torch import Tensor
 from masks import BlockMask, DynamicMask, Pattern
 from masks.mask_batch import CompiledMask
 from masks.registry import Cache
-from sparseflash.arguments import AnyMask, check_tensors, lengths_in_range
+from sparseflash.arguments import AnyMask, check_tensors
 from sparseflash.backends.base import Backend
 from sparseflash.backends.select import select_passes
 from sparseflash.compiled import stores_masks
-from sparseflash.dispatch.call import Call, Plan
+from sparseflash.dispatch.call import Plan
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.options import AttentionOptions
 
@@ -33,35 +33,6 @@ class _Checked:
 
 
 _checked = Cache()
-
-
-def plan_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: AnyMask,
-    *,
-    key_lengths: Tensor | None = None,
-    seed: int = 0,
-    bias: Tensor | None = None,
-    facts: CallFacts | None = None,
-    **options: Any,
-) -> Call:
-    """The call of these arguments.
-
-    Args:
-        facts: Other properties of the call; has_key_lengths and bias follow from the arguments.
-        options: Keywords of AttentionOptions.
-
-    Raises:
-        ValueError: key_lengths are out of range.
-        TypeError, ValueError, BackendError: As `find_plan` does.
-    """
-    arguments = {"has_key_lengths": key_lengths is not None, "bias": bias is not None}
-    facts = (facts or CallFacts())._replace(**arguments)
-    plan = find_plan(query, key, value, mask, options, facts)
-    lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
-    return Call(plan, lengths, seed, bias)
 
 
 def find_plan(

@@ -5,6 +5,7 @@ tensors is checked.
 from types import SimpleNamespace
 
 from sparseflash.dispatch.call import Call, Plan, empty_max_logits
+from sparseflash.dispatch.plan import find_plan
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.options import OPTION_NAMES, AttentionOptions
 from sparseflash.score import checked_score_tensors
@@ -15,6 +16,11 @@ def spec_of(query, key, mask, *, value=None, **facts) -> AttentionSpec:
     options = AttentionOptions(**{n: facts.pop(n) for n in OPTION_NAMES if n in facts})
     value = key if value is None else value
     return AttentionSpec.from_call(query, key, value, mask, options, CallFacts(**facts))
+
+
+def plan_of(query, key, value, mask) -> Plan:
+    """The plan of a call without options."""
+    return find_plan(query, key, value, mask, {}, CallFacts())
 
 
 def call_on(

@@ -13,9 +13,8 @@ from sparseflash.backends import cpu
 from sparseflash.backends.cpu import plan
 from sparseflash.backends.cpu.workspace import Workspace
 from sparseflash.dispatch.autograd import run
-from sparseflash.dispatch.plan import plan_call
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
-from tests.helpers.calls import call_on, spec_of
+from tests.helpers.calls import call_on, plan_of, spec_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PATTERNS = {
@@ -358,9 +357,9 @@ def test_results_are_no_views(length):
 def test_small_calls_start_few_products(pattern, seq_len, own, read):
     mask = pattern(seq_len, own)
     query = torch.randn(1, 4, seq_len, 16)
-    call = plan_call(query, query, query, mask)
-    assert call.table.block_size == read
-    assert len(list(plan.chunks(call.plan))) <= max(3, seq_len // read[0])
+    of_call = plan_of(query, query, query, mask)
+    assert of_call.table.block_size == read
+    assert len(list(plan.chunks(of_call))) <= max(3, seq_len // read[0])
     tiles = sparseflash.explain(query, query, query, mask).configuration.get("tiles", "")
     how = "merged" if read > own else "split"
     assert tiles == (f"{read}, {how} from blocks of {own}" if read != own else "")
@@ -402,7 +401,7 @@ def operations(function):
 def test_narrow_patterns_are_read_in_smaller_blocks(pattern, read):
     mask = pattern(2048)
     query, key, value, grad_out = make_inputs(1, 4, 2048, 2048, 16)
-    assert plan_call(query, key, value, mask).table.block_size == read
+    assert plan_of(query, key, value, mask).table.block_size == read
     tiles = sparseflash.explain(query, key, value, mask).configuration.get("tiles", "")
     assert tiles == (f"{read}, split from blocks of (128, 128)" if read != (128, 128) else "")
     found = gradients_of(sparseflash.attention, query, key, value, grad_out, mask)
@@ -416,9 +415,9 @@ def test_narrow_patterns_are_read_in_smaller_blocks(pattern, read):
 
 def test_smaller_blocks_are_counted_once_per_mask(monkeypatch):
     mask = masks.local(16)(2048)
-    plan_call(*(x := torch.randn(3, 1, 4, 2048, 16)), mask)
+    plan_of(*(x := torch.randn(3, 1, 4, 2048, 16)), mask)
     monkeypatch.setattr(plan, "computed_pairs", None)
-    assert plan_call(*x.repeat(1, 2, 1, 1, 1), mask).table.block_size == (64, 64)
+    assert plan_of(*x.repeat(1, 2, 1, 1, 1), mask).table.block_size == (64, 64)
 
 
 def gradients_of(attend, query, key, value, grad_out, mask):

@@ -11,9 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import masks
 import sparseflash
 from sparseflash import backends
+from sparseflash.arguments import lengths_in_range
 from sparseflash.backends import cpu
-from sparseflash.dispatch.plan import _compiled, plan_call
+from sparseflash.dispatch.plan import _compiled
 from sparseflash.nn import SparseAttention
+from tests.helpers.calls import plan_of
 
 
 @pytest.fixture
@@ -40,10 +42,10 @@ def test_a_backend_gets_the_table_that_it_reads(only_backend):
     )
     tensors = torch.empty(3, 1, 1, 300, 16)
     mask = masks.local(40)(300, block_size=32)
-    plan = plan_call(*tensors, mask).plan
+    plan = plan_of(*tensors, mask)
     assert (plan.backend, plan.spec.block_size) == (backend, (32, 32))
     assert plan.table is mask.table(block_size=(128, 128))
-    assert plan_call(*tensors, mask).plan is plan
+    assert plan_of(*tensors, mask) is plan
     found = sparseflash.explain(*tensors, mask)
     assert found.configuration == {"blocks": "(128, 128)"}
 
@@ -55,7 +57,7 @@ def test_a_forward_pass_may_read_a_table_of_its_own(only_backend):
     )
     query, key, value = torch.randn(3, 1, 2, 300, 16)
     mask = masks.causal()(300, block_size=64)
-    plan = plan_call(query, key, value, mask).plan
+    plan = plan_of(query, key, value, mask)
     assert plan.forward.backend is plan.backend is backend
     assert plan.forward.spec is plan.spec
     assert plan.table is mask.table()
@@ -150,17 +152,17 @@ def test_lengths_on_a_gpu_are_clamped_while_a_graph_is_captured_and_else_checked
 ):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     lengths = torch.tensor([-3, 0, 10, 99]).as_subclass(OnGpu)
-    tensors = torch.empty(3, 4, 1, 10, 16)
+    device = torch.device("cpu")
     if capturing:
-        call = plan_call(*tensors, masks.full(), key_lengths=lengths)
-        assert call.key_lengths.tolist() == [0, 0, 10, 10]
-        assert call.key_lengths.dtype == torch.int32
+        clamped = lengths_in_range(lengths, 10, device)
+        assert clamped.tolist() == [0, 0, 10, 10]
+        assert clamped.dtype == torch.int32
         return
     with pytest.raises(ValueError, match=r"key_lengths must be 0 to 10, got \[-3, 0, 10, 99\]"):
-        plan_call(*tensors, masks.full(), key_lengths=lengths)
+        lengths_in_range(lengths, 10, device)
     lengths = torch.tensor([10, 0, 0, -1])
     with pytest.raises(ValueError, match="key_lengths must be 0 to 10"):
-        plan_call(*tensors, masks.full(), key_lengths=lengths)
+        lengths_in_range(lengths, 10, device)
 
 
 @pytest.fixture
