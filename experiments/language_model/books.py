@@ -14,27 +14,27 @@ from experiments.files import write_json
 SUFFIXES = (".md", ".txt")
 SPLITS = ("train", "validation", "test")
 BOUNDARY = 0  # the token before each book, and before each sequence that a model reads
-EVALUATED = 20  # one book of so many validates, another one tests
+EVALUATED = 20  # of so many books, one is for validation and one for testing
 FACTS = "books.json"
-BYTES = 256  # the vocabulary where a token is a byte
+BYTES = 256  # size of the vocabulary if tokens are bytes
 HEADER = b"\n-------\n"  # ends the title, author and year of the known collection
 HEADER_BYTES = 600  # at most
 WINDOW = 64  # letters, a power of two
-SAMPLED_BITS = 8  # one run of 2^8 is compared
+SAMPLED_BITS = 8  # one of 2^8 runs of letters is compared
 FACTOR = 0x9E3779B97F4A7C15  # odd
-COPIED = 0.1  # of a book that stands in another one: then it is left out
+COPIED = 0.1  # a book is left out if more than this share of it is in other books
 
 
 @dataclass(frozen=True)
 class Book:
-    """Where a book stands.
+    """The position of a book in the data.
 
     Attributes:
-        path: Of its file, below the folder that was read.
-        author: The folder that holds the file; empty for a file at the top.
-        split: Of SPLITS.
-        begin: Its first byte in the split, after BOUNDARY.
-        bytes: Of its text.
+        path: Path of its file, relative to the source folder.
+        author: Name of the folder of the file; empty for a file at the top.
+        split: One of SPLITS.
+        begin: Index of its first byte in the split, after BOUNDARY.
+        bytes: Number of bytes of its text.
     """
 
     path: str
@@ -46,14 +46,14 @@ class Book:
 
 @dataclass(frozen=True)
 class Books:
-    """Built data.
+    """A built data set.
 
     Attributes:
-        splits: The tokens of each split, uint8 bytes or uint16; a book begins with BOUNDARY.
-        sha256: Of each split.
-        token_bytes: Bytes of each token of the vocabulary.
-        bytes_per_token: Mean of the train split.
-        books: Of all splits, where tokens are bytes.
+        splits: The tokens of each split, uint8 bytes or uint16. A book begins with BOUNDARY.
+        sha256: SHA-256 of each split.
+        token_bytes: Number of bytes of each token of the vocabulary.
+        bytes_per_token: Mean number of bytes of a token in the train split.
+        books: The books of all splits, if tokens are bytes.
     """
 
     splits: Mapping[str, np.ndarray]
@@ -64,10 +64,10 @@ class Books:
 
     @classmethod
     def read(cls, folder: Path) -> "Books":
-        """Reads what `build` or `tokens.encode` wrote, and checks it.
+        """Reads and checks a data set that `build` or `tokens.encode` wrote.
 
         Raises:
-            ValueError: The folder holds no books, or others than were built; names the file.
+            ValueError: The folder has no data set, or a file has changed. The message names it.
         """
         try:
             facts = json.loads((folder / FACTS).read_text())
@@ -90,20 +90,21 @@ class Books:
 
 
 def build(source: Path, folder: Path, most_bytes: int | None = None) -> dict:
-    """Writes the splits of the books of a folder, and which books they hold.
+    """Builds a data set from the books of a folder.
 
-    A file is a book, without the header that names its author. A book with more than COPIED of
-    its text in longer books is left out: no split knows what another one asks. Which split has a
-    book follows from its content, so it stays there when others come.
+    A file is a book; a header with its author is removed. A book with more than COPIED of its text
+    in longer books is left out, so that splits do not overlap. The split of a book depends only on
+    its content, so it does not change if books are added.
 
     Args:
-        source: Has files of SUFFIXES at any depth; the folder of a file names the author.
-        folder: Gets a .bin of each split and books.json.
-        most_bytes: Whole authors, those of most books first, while they fit; all if None.
+        source: Folder with files of SUFFIXES at any depth. The folder of a file is its author.
+        folder: Folder to which a .bin file of each split and books.json are written.
+        most_bytes: Largest size. Whole authors are taken, those with the most books first. None
+            for all books.
 
     Returns:
-        What books.json holds: bytes and SHA-256 of each split, the books by their SHA-256, and
-        the paths that were left out with the share of each that stands elsewhere.
+        The contents of books.json: bytes and SHA-256 of each split, the books by SHA-256, and the
+        paths of books that were left out, each with the share that is in other books.
 
     Raises:
         ValueError: A split would have no book.
@@ -163,7 +164,7 @@ def text_of(content: bytes) -> bytes:
 
 
 def chosen(paths: list[Path], texts: Mapping[Path, bytes], most_bytes: int | None) -> list[Path]:
-    """The paths of whole authors, those of most books first, while they fit."""
+    """The paths of whole authors that fit, those with the most books first."""
     if most_bytes is None:
         return paths
     sizes, number = Counter(), Counter(path.parent for path in paths)
@@ -178,7 +179,7 @@ def chosen(paths: list[Path], texts: Mapping[Path, bytes], most_bytes: int | Non
 
 
 def copies_among(texts: Mapping[Path, bytes]) -> dict[Path, float]:
-    """The share of each book that stands in longer ones, of those with more than COPIED."""
+    """The share of each book that is in longer books, for books with more than COPIED."""
     known: set[int] = set()
     copies = {}
     for path in sorted(texts, key=lambda path: (-len(texts[path]), path)):
@@ -192,7 +193,7 @@ def copies_among(texts: Mapping[Path, bytes]) -> dict[Path, float]:
 
 
 def fingerprints(text: bytes) -> np.ndarray:
-    """Hashes of some runs of WINDOW letters, the same ones wherever the same letters stand."""
+    """Hashes of some runs of WINDOW letters; equal text gives equal hashes at any position."""
     letters = np.frombuffer(text.lower(), np.uint8)
     hashes = letters[(letters >= ord("a")) & (letters <= ord("z"))].astype(np.uint64)
     factor, width = FACTOR, 1

@@ -20,18 +20,18 @@ INITIAL_STD = 0.02
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a model is made of.
+    """The configuration of a model.
 
     Attributes:
-        layers, dim, heads: As in GPT-2; a feed-forward network is four times as wide as dim.
-        context: Most tokens of a sequence.
-        attention: Of the layers in turn, over and over. Each is "sdpa", torch's own dense
-            attention; "flash", ours; or patterns as masks.parse reads them, of the heads in turn,
-            separated by ";". All are causal.
+        layers, dim, heads: As in GPT-2. The feed-forward network is four times as wide as dim.
+        context: Largest number of tokens of a sequence.
+        attention: Attention of the layers, repeated cyclically: "sdpa" (dense, by torch), "flash"
+            (dense, ours), or texts of patterns for the heads, separated by ";" and repeated
+            cyclically. All are causal.
         positions: "rotary" rotates queries and keys, "learned" is added to the embeddings.
-        block_size: Side of the patterns' blocks, in tokens.
-        dropout: Of embeddings and of what each layer adds.
-        vocabulary: Tokens.
+        block_size: Side of a block of patterns, in tokens.
+        dropout: Probability of dropout on embeddings and on the output of each sublayer.
+        vocabulary: Number of tokens in the vocabulary.
     """
 
     layers: int
@@ -46,10 +46,10 @@ class ModelConfig:
 
 
 class LanguageModel(nn.Module):
-    """Logits of the next token at every place of a sequence.
+    """A language model: the logits of the next token at every position of a sequence.
 
     Raises:
-        ValueError: A text of the configuration's attention is none, or sizes do not divide.
+        ValueError: A text in `attention` cannot be parsed, or sizes do not divide.
     """
 
     def __init__(self, config: ModelConfig):
@@ -72,7 +72,7 @@ class LanguageModel(nn.Module):
 
         Args:
             tokens: int64 (batch, seq), with BOUNDARY first.
-            caches: One for each layer, which hold what came before the tokens.
+            caches: One for each layer, with the keys and values of earlier tokens.
         """
         x = self.embedding(tokens)
         if self.positions is not None:
@@ -110,7 +110,7 @@ class Layer(nn.Module):
 
 
 class TorchAttention(SparseAttention):
-    """Dense causal attention by torch; with a cache by sparseflash, of the same values."""
+    """Dense causal attention by torch, or with a cache by sparseflash, with equal results."""
 
     def forward(self, x: Tensor, memory=None, *, key_lengths=None, cache=None) -> Tensor:
         if cache is not None:
@@ -123,7 +123,7 @@ class TorchAttention(SparseAttention):
 
 
 def attention_of(config: ModelConfig, layer: int) -> SparseAttention:
-    """The attention of a layer. Raises ValueError for a text that is none."""
+    """The attention of a layer. Raises ValueError for text that cannot be parsed."""
     text = config.attention[layer % len(config.attention)]
     if config.dim % config.heads or config.context % config.block_size:
         raise ValueError(
@@ -140,8 +140,10 @@ def attention_of(config: ModelConfig, layer: int) -> SparseAttention:
 
 @lru_cache
 def causal_pattern(text: str, heads: int, block_size: int) -> Pattern:
-    """The pattern of a layer's attention; see ModelConfig. One object for equal arguments, whose
-    layers share a lookup table."""
+    """The pattern of the attention of a layer; see ModelConfig.
+
+    Equal arguments give the same object, so that layers share a lookup table.
+    """
     causal = masks.causal()
     if text in ("flash", "sdpa"):
         return causal.with_block_size(block_size)
@@ -159,13 +161,13 @@ def causal_pattern(text: str, heads: int, block_size: int) -> Pattern:
 def generate(
     model: LanguageModel, prompt: Sequence[int], temperature: float = 1.0, seed: int = 0
 ) -> Iterator[int]:
-    """Samples the tokens after a prompt one by one, up to the model's context.
+    """Yields sampled tokens after a prompt, one by one, up to the context of the model.
 
     Args:
-        model: In evaluation mode.
-        prompt: Shorter than the context.
-        temperature: Logits are divided by it; 0 takes the likeliest token.
-        seed: Of the samples.
+        model: A model in evaluation mode.
+        prompt: Tokens of the prompt, fewer than the context.
+        temperature: Divisor of the logits; 0 selects the most likely token.
+        seed: Seed of the random numbers.
 
     Raises:
         ValueError: The prompt is too long, or the temperature is negative.

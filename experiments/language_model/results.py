@@ -14,15 +14,16 @@ def gather(name: str, folders: list[Path], output: Path) -> tuple[Path, Path]:
     """Writes language-model-NAME-DEVICE.json and a picture of it.
 
     Args:
-        name: Of the record.
-        folders: Of the runs, whose names label them.
+        name: Name of the record.
+        folders: Folders of the runs, whose names are the labels.
         output: Folder of both files.
 
     Returns:
-        Their paths.
+        The paths of both files.
 
     Raises:
-        ValueError: A folder holds no result, two have one name, or data or device are not one.
+        ValueError: A folder has no result, two folders have the same name, or the runs differ in
+            data or device.
     """
     record = record_of(name, folders)
     path = record_path(output, f"language-model-{name}", record["device"])
@@ -31,7 +32,7 @@ def gather(name: str, folders: list[Path], output: Path) -> tuple[Path, Path]:
 
 
 def record_of(name: str, folders: list[Path]) -> dict:
-    """What is written; see `gather`."""
+    """The contents of the record; see `gather`."""
     names, runs = [folder.name for folder in folders], read_results(folders)
     if len(set(names)) < len(names):
         raise ValueError(f"runs of a record must have distinct names, got {names}")
@@ -42,8 +43,11 @@ def record_of(name: str, folders: list[Path]) -> dict:
 
 
 def draw(record: Path) -> Path:
-    """Draws bits per byte against bytes that were read, against seconds of training, and against
-    the position of a byte in its sequence at the end of each run; returns the path."""
+    """Draws bits per byte over bytes read, over seconds of training, and over positions.
+
+    The last panel shows the end of each run by the position of a byte in its sequence. Returns the
+    path of the picture.
+    """
     facts = json.loads(record.read_text())
     figure, (curve, times, position) = panels(1, 3, size=(14, 4.6))
     for number, (label, run) in enumerate(facts["runs"].items()):
@@ -60,7 +64,7 @@ def draw(record: Path) -> Path:
     times.set(xlabel="seconds of training", ylabel="validation bits per byte")
     position.set_xscale("log", base=2)
     position.set(xlabel="position in the sequence, up to", ylabel="validation bits per byte")
-    # The first bytes of a sequence are hard for all; what the context is worth comes later.
+    # The first bytes of a sequence are hard for every model; a long context helps later ones.
     late = [
         bits
         for run in facts["runs"].values()
@@ -75,7 +79,7 @@ def draw(record: Path) -> Path:
 
 
 def seconds_of(run: dict, step: int) -> float:
-    """What the first steps of a run took, by the throughput at each context."""
+    """The time of the first steps of a run, from the throughput at each context."""
     short = min(step, run.get("short_steps", 0))
     seconds = (step - short) / run["bytes_per_second"]
     if short:

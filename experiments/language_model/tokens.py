@@ -12,7 +12,7 @@ from experiments.files import write_json
 from experiments.language_model.books import BOUNDARY, FACTS, SPLITS, Book, Books, write_splits
 
 TOKENIZER = "tokenizer.json"
-LEAST, MOST = 258, 2**16  # every byte, BOUNDARY and a merge; what two bytes number
+LEAST, MOST = 258, 2**16  # all bytes, BOUNDARY and a merge; the range of uint16
 BATCH = 16  # books at a time
 
 
@@ -20,16 +20,17 @@ def encode(source: Path, folder: Path, vocabulary: int, progress: bool = True) -
     """Trains a byte-level BPE tokenizer on the train split, and writes all splits as its tokens.
 
     Args:
-        source: What `books.build` wrote.
-        folder: Gets a .bin of each split, books.json and tokenizer.json.
-        vocabulary: Tokens, LEAST to MOST.
-        progress: Whether training shows a bar.
+        source: Folder that `books.build` wrote.
+        folder: Folder to which a .bin file of each split, books.json and tokenizer.json are
+            written.
+        vocabulary: Number of tokens, LEAST to MOST.
+        progress: Whether training shows a progress bar.
 
     Returns:
-        What books.json holds.
+        The contents of books.json.
 
     Raises:
-        ValueError: The vocabulary is out of bounds, or a book is not UTF-8; names it.
+        ValueError: The vocabulary is out of range, or a book is not UTF-8; the message names it.
     """
     if not LEAST <= vocabulary <= MOST:
         raise ValueError(f"vocabulary must be {LEAST} to {MOST} tokens, got {vocabulary}")
@@ -55,7 +56,7 @@ def encode(source: Path, folder: Path, vocabulary: int, progress: bool = True) -
 
 
 def trained(texts: Iterable[str], vocabulary: int, progress: bool) -> Tokenizer:
-    """A byte-level BPE tokenizer, whose token BOUNDARY stands in no text."""
+    """A byte-level BPE tokenizer; no text contains its token BOUNDARY."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
@@ -77,7 +78,7 @@ def texts_of(books: Books, split: str) -> Iterator[str]:
 
 
 def text_of(books: Books, book: Book) -> str:
-    """The text of a book. Raises ValueError where it is not UTF-8."""
+    """The text of a book. Raises ValueError if it is not UTF-8."""
     try:
         return books.text(book).tobytes().decode()
     except UnicodeDecodeError as error:
@@ -92,10 +93,10 @@ def ids_of(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[list[int]]:
 
 
 class Reader:
-    """Turns a prompt into tokens and tokens into text, by a run's tokenizer or byte by byte.
+    """Converts between text and tokens, by the tokenizer of a run or byte by byte.
 
     Args:
-        folder: Of a run; holds tokenizer.json where it was not trained on bytes.
+        folder: Folder of a run, with tokenizer.json unless it was trained on bytes.
     """
 
     def __init__(self, folder: Path):
@@ -110,7 +111,7 @@ class Reader:
         return self.tokenizer.encode(prompt).ids
 
     def text(self, token: int) -> bytes:
-        """What one more token adds."""
+        """The text that one more token adds."""
         if self.tokenizer is None:
             return bytes([token])
         return (self.stream.step(self.tokenizer, token) or "").encode()

@@ -28,30 +28,31 @@ from experiments.lra.learner import OptimizerConfig, read_checkpoint, schedule_o
 from experiments.pieces import export, restore
 from masks._parse import names_file
 
-STRETCH = 65_536  # tokens that validation reads in a row, in sequences of the context
+STRETCH = 65_536  # consecutive tokens that validation reads, in sequences of the context
 STRETCHES = 64
-UNTIMED = 5  # first steps of a command, which compile
+UNTIMED = 5  # first steps of a command, in which kernels are compiled
 CHECKPOINT = Path("checkpoints/last.ckpt")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides what a run computes.
+    """The settings that determine the result of a run.
 
     Attributes:
         model: See ModelConfig.
-        steps: Of the whole run.
-        step_tokens: Of a step, a multiple of the context.
-        learning_rate, warmup_steps: Of AdamW; the rate falls as a cosine after the warm-up.
-        seed: Of weights, of the sequences that are read, and of dropout.
+        steps: Number of steps of the whole run.
+        step_tokens: Number of tokens of a step, a multiple of the context.
+        learning_rate, warmup_steps: Learning rate of AdamW, with cosine decay after the warm-up.
+        seed: Seed of weights, of the sequences that are read, and of dropout.
         data: SHA-256 of the splits.
         precision, compiled: As in the command line.
-        short_context: Tokens of the sequences of the first `short_steps` steps, which have as many
-            tokens as all others; sequence-length warm-up of Li et al. 2022. None for the context.
-        short_steps: Fewer than all.
+        short_context: Length of the sequences in the first `short_steps` steps, in tokens
+            (sequence-length warm-up, Li et al. 2022). All steps have equally many tokens. None for
+            the context.
+        short_steps: Number of these steps, fewer than `steps`.
 
     Raises:
-        ValueError: Sizes do not divide, or short steps leave none at the context.
+        ValueError: Sizes do not divide, or no step with the full context remains.
     """
 
     model: ModelConfig
@@ -97,13 +98,13 @@ class Settings:
             )
 
     def context_of(self, step: int) -> int:
-        """Tokens of the sequences of a step, counted from 0."""
+        """Length of the sequences of a step, in tokens; steps count from 0."""
         if self.short_context is not None and step < self.short_steps:
             return self.short_context
         return self.model.context
 
     def facts(self) -> dict:
-        """As JSON holds them."""
+        """The settings as values of JSON."""
         return json.loads(json.dumps(asdict(self)))
 
 
@@ -111,8 +112,8 @@ class Learner(L.LightningModule):
     """A language model in training; validation counts bits per byte, also by position.
 
     Args:
-        settings: Of the run.
-        token_bytes: Bytes of each token.
+        settings: Settings of the run.
+        token_bytes: Number of bytes of each token.
     """
 
     token_bytes: Tensor
@@ -128,11 +129,11 @@ class Learner(L.LightningModule):
 
     @property
     def context(self) -> int:
-        """Tokens of the sequences of the last step: those of validation."""
+        """Length of the sequences of the last step and of validation, in tokens."""
         return self.settings.context_of(max(self.trainer.global_step - 1, 0))
 
     def losses(self, tokens: Tensor) -> Tensor:
-        """Nats of each token, (batch, context), given those before it in its sequence."""
+        """Cross-entropy of each token in nats, (batch, context), given the tokens before it."""
         tokens = tokens.long()
         logits = self.model(pad(tokens[:, :-1], (1, 0), value=BOUNDARY))
         flat = logits.flatten(0, 1).float()
@@ -197,12 +198,12 @@ class Learner(L.LightningModule):
 
 
 def octaves(context: int) -> list[int]:
-    """Bounds 0, 1, 2, 4, ... of positions, the last of which is the context."""
+    """Bounds of ranges of positions: 0, 1, 2, 4, ..., context."""
     return [0, *(2**n for n in range((context - 1).bit_length())), context]
 
 
 class Sequences(IterableDataset):
-    """Batches of sequences at random places; a step's are a function of seed and step alone."""
+    """Batches of sequences at random positions, which depend only on seed and step."""
 
     def __init__(self, content: np.ndarray, settings: Settings, start: int):
         self.content, self.settings, self.start = content, settings, start
@@ -217,8 +218,9 @@ class Sequences(IterableDataset):
 
 
 class BookData(L.LightningDataModule):
-    """Sequences of the training split; stretches of the others, which are the same tokens
-    whatever the context is.
+    """Sequences of a split.
+
+    Those of validation and test are parts of STRETCH tokens, the same for every context.
 
     Raises:
         ValueError: A split is shorter than a sequence.
@@ -299,7 +301,7 @@ class Curve(Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             if step >= self._first:
                 self._start()
-            save_last(trainer)  # with this point: a run that goes on validates at its next one
+            save_last(trainer)  # with this point, so that a resumed run validates at the next one
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._stop()
@@ -326,7 +328,7 @@ class Curve(Callback):
 
 
 def now() -> float:
-    """Seconds on a clock, when the device has done what it was given."""
+    """Seconds on a clock, after the device has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -342,23 +344,23 @@ def train(
     resume: Path | None = None,
     progress: bool = True,
 ) -> dict:
-    """Trains to the end of the run or of the time; goes on where the folder's run stands.
+    """Trains to the end of the run or to the time limit. Resumes the run in the folder, if any.
 
     Args:
-        settings: Those that the run began with.
-        books: Data.
-        output: Folder of the run; gets result.json and checkpoints/last.ckpt.
-        seconds: After which the command ends, its validation included.
-        every: Steps from one validation and checkpoint to the next.
-        export_to: Folder for pieces of what the run goes on from.
-        resume: Folder of such pieces, read where `output` holds no run.
-        progress: Whether a bar is shown.
+        settings: Settings of the run, equal to those of a resumed run.
+        books: The data.
+        output: Folder of the run, to which result.json and checkpoints/last.ckpt are written.
+        seconds: Time limit of the command, with its validation.
+        every: Number of steps between validations, each with a checkpoint.
+        export_to: Folder to which the run is exported in pieces.
+        resume: Folder of an exported run, which is read if `output` has no run.
+        progress: Whether to show a progress bar.
 
     Returns:
-        What result.json holds.
+        The contents of result.json.
 
     Raises:
-        ValueError: The run that goes on has other settings, or cannot be read.
+        ValueError: The run to resume has other settings, or cannot be read.
     """
     end = None if seconds is None else time.time() + seconds - EVALUATION_SECONDS
     last = output / CHECKPOINT
@@ -421,8 +423,8 @@ def load(path: Path, attention: Sequence[str] = ()) -> LanguageModel:
     """The model of a checkpoint, in evaluation mode.
 
     Args:
-        path: Of the checkpoint.
-        attention: In the place of what the checkpoint names; see ModelConfig.
+        path: Path of the checkpoint.
+        attention: Replaces the attention of the checkpoint; see ModelConfig.
 
     Raises:
         ValueError: The file is not a checkpoint of a language model, or names a Python file.

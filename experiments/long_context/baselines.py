@@ -16,8 +16,8 @@ from sparseflash.distributed import ContextPlan, make_plan
 class RingPlan(ContextPlan):
     """Every rank receives the whole shard of one other rank in each of ranks - 1 rounds.
 
-    Made of a contiguous plan. With equal shards a round brings the shard of the next rank, then of
-    the one after it, as a ring does.
+    It is made from a contiguous plan. With equal shards, the first round brings the shard of the
+    next rank, the second one that of the rank after it, as in ring attention.
     """
 
     @cached_property
@@ -27,7 +27,7 @@ class RingPlan(ContextPlan):
 
 
 def ring_plan(mask: BlockMask, ranks: int) -> RingPlan:
-    """The ring of a mask whose length the ranks divide in whole units."""
+    """The ring for a mask whose length is divided into equal shards of whole units."""
     owner = make_plan(mask, ranks, "contiguous").owner
     return RingPlan(mask.to("cpu"), ranks, "ring", owner, mask.grid.k_len // ranks)
 
@@ -49,7 +49,7 @@ def all_gather_attention(
         key: (batch, kv_heads, own tokens, head_dim).
         value: Like key.
         mask: Own queries against all keys.
-        group: Of all ranks; None for one.
+        group: The group of all ranks; None for a single rank.
     """
     if group is not None:
         packed = torch.stack([key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)], dim=1)
@@ -59,7 +59,7 @@ def all_gather_attention(
 
 
 class _Gathered(torch.autograd.Function):
-    """The shards of all ranks, one after another; backward, the sum over ranks of own rows."""
+    """Gathers the shards of all ranks. Its backward pass sums own rows over ranks."""
 
     @staticmethod
     def forward(ctx, shard: Tensor, group: ProcessGroup):
@@ -79,7 +79,7 @@ def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Own rows of the sum over ranks."""
+    """The own rows of the sum over ranks."""
     own = tensor.new_empty(len(tensor) // group.size(), *tensor.shape[1:])
     dist.reduce_scatter_tensor(own, tensor, group=group)
     return own

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sparseflash.distributed.simulation import Demand, Machine
 
 RATES = ("tflops", "backward_tflops", "bandwidth", "latency_us", "call_us")
-OUTLIER = 0.2  # of a logarithm: beyond it a point pulls less than by its square
+OUTLIER = 0.2  # difference of logarithms above which the loss is no longer quadratic
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,21 @@ MEASURED = tuple(field.name for field in fields(Measured))
 
 @dataclass(frozen=True)
 class Point(Measured):
-    """A plan that was measured, and what the model of time reads of it."""
+    """A plan that was measured, with the input of the time model."""
 
     demand: "Demand"
 
     def modelled(self, machine: "Machine") -> tuple[float, float]:
-        """Milliseconds of the forward pass, and of both."""
+        """Milliseconds of the forward pass and of both passes."""
         forward, backward = self.demand.times(machine)
         return float(forward.max()), float((forward + backward).max())
 
 
 @dataclass(frozen=True)
 class Row(Measured):
-    """A point, predicted by a machine that was fitted to the other patterns.
+    """A point, predicted with a machine that was fitted to the other patterns.
 
-    An error is what is predicted over what was measured, less 1.
+    An error is predicted over measured time, minus 1.
     """
 
     predicted_forward_ms: float
@@ -114,7 +114,7 @@ def read(records: Sequence[Path]) -> tuple[str, list[Point]]:
     """The device of all records, and the plans that were measured in them.
 
     Raises:
-        ValueError: A file is no record of scaling, or two are of different devices.
+        ValueError: A file is not a record of scaling, or the records have different devices.
     """
     from sparseflash.distributed.simulation import Demand
 
@@ -143,15 +143,15 @@ def read(records: Sequence[Path]) -> tuple[str, list[Point]]:
 
 
 def fitted(points: Sequence[Point]) -> "Machine":
-    """The machine whose modelled times are nearest to the measured ones.
+    """The machine whose predicted times are closest to the measured times.
 
-    What no point tells, such as the bandwidth where none of several ranks is there, stays what the
-    model has without measurements.
+    A rate on which no point depends, such as the bandwidth if all points have one rank, keeps its
+    default.
     """
     from sparseflash.distributed.simulation import Machine
 
     start = Machine(backward_tflops=Machine.tflops, call_us=10.0)
-    # One rank tells the rates of blocks, of which the fit of all starts.
+    # Points of one rank give the rates of blocks, from which the fit of all points starts.
     start = _nearest([point for point in points if point.ranks == 1], start)
     return _nearest(points, start)
 
@@ -184,7 +184,7 @@ def _row(point: Point, machine: "Machine") -> Row:
 
 
 def _nearest(points: Sequence[Point], start: "Machine") -> "Machine":
-    """The machine nearest to the points, from a start of which all rates are above 0."""
+    """The machine closest to the points, fitted from a start with positive rates."""
     import numpy
     from scipy.optimize import least_squares
 

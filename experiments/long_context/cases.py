@@ -19,7 +19,7 @@ TOP_K = "top-k"
 
 
 def patterns(window: int, seq_len: int) -> dict[str, Pattern]:
-    """The masks of the comparison, by name: `window` tokens; documents of `seq_len` in all."""
+    """The masks of the comparison, by name; `window` and `seq_len` in tokens."""
     local_global = masks.local(window // 2) | masks.global_tokens(list(range(BLOCK)))
     return {
         "window": masks.local((window - 1, 0)),
@@ -32,7 +32,7 @@ def patterns(window: int, seq_len: int) -> dict[str, Pattern]:
 
 
 def document_lengths(mean: int, seq_len: int) -> list[int]:
-    """Lognormal lengths of about this mean; a longer sequence has those of a shorter one first."""
+    """Lognormal lengths with about this mean; a longer sequence starts with the same lengths."""
     rng, lengths = numpy.random.default_rng(0), []
     while (left := seq_len - sum(lengths)) > 0:
         lengths.append(min(left, 1 + int(mean * rng.lognormal(-0.5, 1.0))))
@@ -44,10 +44,10 @@ class Case:
     """A mask on a number of ranks.
 
     Attributes:
-        pattern: Its name.
-        mask: Of top-k the support.
-        ranks: How many share it.
-        k: Blocks that each block row selects of the mask; None for all.
+        pattern: Name of the pattern.
+        mask: The mask, or the support of top-k.
+        ranks: Number of ranks.
+        k: Number of blocks that each block row selects from the mask; None for all.
     """
 
     pattern: str
@@ -70,7 +70,7 @@ class Case:
 
     @cached_property
     def plans(self) -> dict[Way, ContextPlan]:
-        """The plan of each way that there is on so many ranks."""
+        """The plans of the implementations that exist for this number of ranks."""
         cost = FETCH_COST / self.selected
         plans = {
             Way.GATHER: make_plan(self.mask, self.ranks, "contiguous"),
@@ -84,10 +84,10 @@ class Case:
 def cases(
     kind: Kind, tokens: int, ranks: Sequence[int], window: int, only: Sequence[str]
 ) -> Iterator[Case]:
-    """One after another; `tokens` of a rank (weak) or of the sequence (strong).
+    """Yields the cases; `tokens` of a rank (weak) or of the sequence (strong).
 
     Raises:
-        ValueError: One of `only` is no pattern.
+        ValueError: `only` has an unknown pattern.
     """
     names = [*patterns(window, tokens)]
     if unknown := [name for name in only if name not in names]:
@@ -103,12 +103,12 @@ def cases(
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the model of time says of the plan of a case, and what it read.
+    """The prediction of the time model for the plan of a case.
 
     Attributes:
-        pattern, seq_len: Of the case.
-        prediction: By the machine of the run.
-        demand: Of which the prediction follows for any machine.
+        pattern, seq_len: Pattern and length of the case.
+        prediction: Prediction with the machine of the run.
+        demand: The input of the model, from which the prediction for any machine follows.
     """
 
     pattern: str

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class Kind(StrEnum):
-    """Weak: the tokens of a rank stay. Strong: those of the sequence stay."""
+    """Weak: the tokens of a rank are constant. Strong: the tokens of the sequence are."""
 
     WEAK, STRONG = "weak", "strong"
 
@@ -18,15 +18,18 @@ class Way(StrEnum):
 
 
 class Task(StrEnum):
-    """Copy: the second half of a sequence is the first. Retrieval: pairs of key and value, of
-    which some keys are asked for at the end. Text: bytes of a file."""
+    """The task of training.
+
+    Copy: the second half of a sequence repeats the first half. Retrieval: pairs of key and value,
+    and queries for some keys at the end. Text: bytes of a file.
+    """
 
     COPY, RETRIEVAL, TEXT = "copy", "retrieval", "text"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained, on what and how; see `train`."""
+    """The settings of a training run; see `train`."""
 
     task: Task = Task.COPY
     text: Path | None = None
@@ -49,10 +52,10 @@ class Settings:
     save_every: int = 50
 
     def mesh(self, ranks: int) -> tuple[int, int]:
-        """How many rows of ranks read different sequences, and how many ranks share theirs.
+        """(number of rows of ranks, which read different sequences; number of ranks in a row)
 
         Raises:
-            ValueError: The ranks, or the sequences of a step, do not divide so.
+            ValueError: The ranks or the sequences of a step cannot be divided in this way.
         """
         if ranks % self.context:
             raise ValueError(f"context must divide the {ranks} ranks, got {self.context}")

@@ -15,15 +15,15 @@ from experiments.long_context.choices import Task
 
 IGNORED = -100
 VOCABULARY = 256
-QUERY = VOCABULARY - 1  # the token before a key that is asked for
+QUERY = VOCABULARY - 1  # the token before a queried key
 SYMBOLS = VOCABULARY - 1
-ASKED = 8  # keys that a retrieval asks for
+ASKED = 8  # number of queried keys of a retrieval
 EVERY = 16  # one of so many tokens of a retrieval starts a pair of key and value
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Samples of `length` tokens; `text` holds the bytes of a file, longer than a sample."""
+    """Samples of `length` tokens; `text` has the bytes of a file, more than a sample."""
 
     task: Task
     length: int
@@ -65,8 +65,10 @@ class Corpus:
 
 
 def read_text(path: Path, length: int) -> Tensor:
-    """The bytes of a file, or of the .txt and .md files of a folder by name, one after another:
-    uint8. Raises ValueError where they are fewer than a sample needs.
+    """The bytes of a file, or of all .txt and .md files of a folder in the order of names: uint8.
+
+    Raises:
+        ValueError: There are too few bytes for a sample.
     """
     files = [path]
     if path.is_dir():

@@ -14,7 +14,7 @@ from sparseflash.distributed import passes, shared_rows, transport
 
 @contextmanager
 def nothing_exchanged() -> Iterator[None]:
-    """Exchanges bring zeros at once. Of what an all-gather brings, own keys stand for all."""
+    """A context in which exchanges return zeros, and an all-gather returns copies of own keys."""
 
     class Silent(transport.Exchange):
         def __init__(self, group, source, send_splits, receive_splits, what, received=None):
@@ -37,7 +37,7 @@ def nothing_exchanged() -> Iterator[None]:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """A list of the bytes that came from other ranks, an entry for each exchange."""
+    """A context with a list of the bytes received from other ranks in each exchange."""
     found: list[int] = []
 
     class Counting(transport.Exchange):
@@ -58,7 +58,7 @@ def counted() -> Iterator[list[int]]:
 
 @contextmanager
 def _replaced(exchange: type[transport.Exchange], **of_baselines: Any) -> Iterator[None]:
-    """Every place that exchanges something uses these instead."""
+    """Replaces the exchanges of all modules."""
     with ExitStack() as stack:
         for module in (passes, shared_rows):
             stack.enter_context(mock.patch.object(module, "Exchange", exchange))

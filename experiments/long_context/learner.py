@@ -37,8 +37,8 @@ class Learner(L.LightningModule):
     """The model, on the ranks of a mesh (data, context).
 
     Args:
-        settings: Equal on all ranks.
-        device: Of this rank.
+        settings: The settings, equal on all ranks.
+        device: Device of this rank.
     """
 
     def __init__(self, settings: Settings, device: torch.device):
@@ -72,7 +72,7 @@ class Learner(L.LightningModule):
 
 
 def fit(settings: Settings, folder: Path, device: torch.device) -> list[float]:
-    """Trains up to the last step; the loss of every step of this run."""
+    """Trains up to the last step; returns the loss of every step of this run."""
     rows, context = settings.mesh(dist.get_world_size())
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     saved = ModelCheckpoint(
@@ -80,7 +80,7 @@ def fit(settings: Settings, folder: Path, device: torch.device) -> list[float]:
         filename="{step}",
         every_n_train_steps=settings.save_every,
         save_top_k=-1,
-        enable_version_counter=False,  # one that is not whole is replaced
+        enable_version_counter=False,  # an incomplete checkpoint is replaced
     )
     trainer = L.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",

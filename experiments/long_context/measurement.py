@@ -23,10 +23,12 @@ from masks import BlockMask, DynamicMask
 from sparseflash.distributed import ContextPlan, context_parallel_attention, gather
 from sparseflash.distributed.simulation import Attention
 
-TOLERANCE = 0.05  # of the largest value: parts are rounded to bfloat16 before they are merged
-BUDGET_S = 1.0  # of runs of one pass of one implementation
+TOLERANCE = (
+    0.05  # relative to the largest value; parts are rounded to bfloat16 before they are merged
+)
+BUDGET_S = 1.0  # time for the runs of one pass of one implementation
 MAX_RUNS = 10
-OWN = (Way.PLAN, 1)  # what efficiency is relative to
+OWN = (Way.PLAN, 1)  # the reference of efficiency
 TIMEOUT = timedelta(minutes=5)
 
 
@@ -36,21 +38,21 @@ class Row:
 
     Attributes:
         kind: "weak" or "strong".
-        pattern, implementation, strategy: What ran; the strategy is that of the plan.
-        ranks, seq_len: How many ranks share how many tokens.
-        heads, kv_heads, head_dim: Of the attention; batch is 1.
-        density: Of the mask.
-        forward_ms, total_ms: Forward; forward and backward.
-        exposed_forward_ms, exposed_total_ms: Of these, what the exchange adds.
+        pattern, implementation, strategy: Names of these; the strategy is that of the plan.
+        ranks, seq_len: Number of ranks, and of tokens of the sequence.
+        heads, kv_heads, head_dim: Sizes of attention; batch is 1.
+        density: Density of the mask.
+        forward_ms, total_ms: Milliseconds of the forward pass, and of both passes.
+        exposed_forward_ms, exposed_total_ms: The part of these that the exchange adds.
         tflops: Useful TFLOP/s of a rank in total_ms.
         receive_mb: Most megabytes that a rank receives in a forward pass, by the plan.
         counted_mb: The same, counted in a run.
-        gathered_mb: What a rank receives in an all-gather or a ring, by the plan.
-        shared_rows: Block rows that all ranks share.
-        imbalance: Most blocks of a rank over the mean.
-        peak_bytes: Most memory of a rank during both passes, beyond inputs.
-        difference: Largest difference of out and gradients to the all-gather, over the largest
-            value.
+        gathered_mb: Megabytes that a rank receives in an all-gather or a ring, by the plan.
+        shared_rows: Number of shared block rows.
+        imbalance: Largest number of blocks of a rank over the mean.
+        peak_bytes: Largest memory of a rank during both passes, without inputs.
+        difference: Largest difference of out and gradients to those of the all-gather, relative to
+            the largest value.
     """
 
     kind: str
@@ -79,7 +81,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of the attention, the ranks of a case, and the device of this one."""
+    """Sizes of attention, the ranks of a case, and the device of this rank."""
 
     kind: Kind
     sizes: Attention
@@ -89,7 +91,7 @@ class Setting:
 
 
 def start() -> torch.device:
-    """Joins the other processes; the device of this one."""
+    """Joins the process group; returns the device of this process."""
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -100,7 +102,7 @@ def start() -> torch.device:
 
 
 def agreed(mine: bool, device: torch.device) -> bool:
-    """Whether all processes say so."""
+    """Whether the condition is true in all processes."""
     said = torch.tensor(int(mine), device=device)
     dist.all_reduce(said, op=dist.ReduceOp.MIN)
     return bool(said)
@@ -160,7 +162,7 @@ def _prepared(
 
 
 def _scores(setting: Setting, blocks: int) -> Tensor:
-    """The score of each block of the whole sequence, by which top-k selects."""
+    """The scores of all blocks of the sequence, from which top-k selects."""
     generator = torch.Generator(setting.device).manual_seed(1)
     return torch.rand(blocks, blocks, generator=generator, device=setting.device)
 
@@ -175,7 +177,7 @@ def _passes(attend: Callable[..., Tensor], own: tuple[Tensor, ...]) -> tuple[Ten
 def _gathered(
     setting: Setting, plan: ContextPlan, shards: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Sums over the dims of each token, of the whole sequence: little, and of every element."""
+    """Sums over dims for each token of the sequence: small, but they depend on every element."""
     weights = torch.linspace(-1, 1, setting.sizes.head_dim, device=setting.device)
     sums = [(x.float() * weights).sum(-1) for x in shards]
     return tuple(gather(x, plan, 2, setting.group) for x in sums)
@@ -205,7 +207,7 @@ def _row(
         silent = (_time(setting, forward), _time(setting, both))
     with counted() as received:
         forward()
-    # Both passes keep what they return until the next run: the memory of one step of training.
+    # Results are freed at the next run, as in a training step.
     peak = _over_ranks(setting, peak_bytes(both, setting.device))
     plan, sizes = case.plans[way], setting.sizes
     report = sizes.report(plan)
@@ -239,7 +241,7 @@ def _row(
 
 
 def _time(setting: Setting, run: Callable[[], object]) -> float:
-    """Milliseconds of the slowest rank: the median of runs that all ranks start together."""
+    """Milliseconds of the slowest rank: the median of runs that all ranks start at once."""
     first = max(_once(setting, run) for _ in range(2))
     runs = int(max(3, min(MAX_RUNS, BUDGET_S * 1e3 / _over_ranks(setting, first))))
     return statistics.median(_once(setting, run) for _ in range(runs))
@@ -264,7 +266,7 @@ def _once(setting: Setting, run: Callable[[], object]) -> float:
 
 
 def _over_ranks(setting: Setting, number: float) -> float:
-    """The most of any rank."""
+    """The maximum over ranks."""
     if setting.group is None:
         return number
     most = torch.tensor(number, dtype=torch.float64, device=setting.device)

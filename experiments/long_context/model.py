@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from sparseflash.nn.rotary import rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-ROTARY_BASE = 1e6  # far positions keep different angles
+ROTARY_BASE = 1e6  # large, so that distant positions have different angles
 
 
 class Layer(nn.Module):
@@ -41,9 +41,9 @@ class LanguageModel(nn.Module):
     """Embedding, layers, and logits of the next token.
 
     Args:
-        vocabulary: Tokens.
-        layers, width, heads, kv_heads: Of the network; heads divide width.
-        recompute: Whether activations within a layer are computed again in the backward pass.
+        vocabulary: Number of tokens in the vocabulary.
+        layers, width, heads, kv_heads: Sizes of the network; heads divides width.
+        recompute: Whether activations inside of layers are recomputed in the backward pass.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LanguageModel(nn.Module):
         self.logits = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The logits (batch, tokens, vocabulary) of tokens that stand at `positions`."""
+        """The logits (batch, tokens, vocabulary) of tokens with the given positions."""
         exponent = torch.arange(0, self.head_dim, 2, device=tokens.device) / self.head_dim
         angle = positions[:, None].float() * ROTARY_BASE**-exponent
         x = self.embedding(tokens)

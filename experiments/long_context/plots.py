@@ -37,7 +37,7 @@ def main(
 
 
 def draw(record: Path) -> list[Path]:
-    """Writes the picture of a record beside it, as PNG and SVG."""
+    """Writes the picture of a record to its folder, as PNG and SVG."""
     found = json.loads(record.read_text())
     lines = measured(found["rows"]) | modelled(found["predicted"])
     figure = _figure(Kind(found["kind"]), lines)
@@ -46,7 +46,7 @@ def draw(record: Path) -> list[Path]:
 
 
 def measured(rows: list[dict]) -> dict[tuple[str, str, int], Figures]:
-    """What is drawn of measured rows, by pattern, implementation and ranks."""
+    """The figures of measured rows, by pattern, implementation and ranks."""
     return {
         (row["pattern"], row["implementation"], row["ranks"]): {
             "ms": row["total_ms"],
@@ -60,7 +60,7 @@ def measured(rows: list[dict]) -> dict[tuple[str, str, int], Figures]:
 
 
 def modelled(predicted: list[dict]) -> dict[tuple[str, str, int], Figures]:
-    """Likewise of predictions."""
+    """The figures of predictions, by pattern, implementation and ranks."""
     lines = {}
     for each in predicted:
         found, demand = each["prediction"], each["demand"]
@@ -79,7 +79,7 @@ def _figure(kind: Kind, lines: dict[tuple[str, str, int], Figures]) -> Figure:
     ranks = sorted({count for *_, count in lines})
 
     def gain(pattern: str, name: str, count: int) -> float | None:
-        # Of all ways, relative to one rank with the plan; of predictions, to that prediction.
+        # Relative to one rank with a plan; for predictions, to its prediction.
         alone = lines.get((pattern, name if name == PREDICTED else Way.PLAN, 1))
         here = lines[pattern, name, count]
         if alone is None:
@@ -96,7 +96,7 @@ def _figure(kind: Kind, lines: dict[tuple[str, str, int], Figures]) -> Figure:
         "exposed ms": field("exposed"),
         "peak MB": field("memory"),
     }
-    if not any("memory" in found for found in lines.values()):  # which no model says
+    if not any("memory" in found for found in lines.values()):  # predictions have no memory
         del headings["peak MB"]
     shape = (len(headings), len(patterns))
     size = (1.2 + 2.3 * len(patterns), 0.8 + 1.9 * len(headings))
@@ -129,7 +129,7 @@ def _figure(kind: Kind, lines: dict[tuple[str, str, int], Figures]) -> Figure:
 
 def _dress(ax: Axes, ranks: list[int]) -> None:
     octaves(ax, ranks, "{:g}".format)
-    most = ax.dataLim.y1  # not finite where nothing was measured
+    most = ax.dataLim.y1  # not finite if nothing was measured
     ax.set_ylim(0, 1.08 * most if 0 < most < float("inf") else 1)
     ax.tick_params(labelsize=8)
 

@@ -20,18 +20,18 @@ from experiments.long_context.model import LanguageModel
 from masks._parse import parse
 from sparseflash.distributed import ContextPlan, context_parallel_attention, make_plan
 
-CLIP = 1.0  # most norm of all gradients
-LAST = "last"  # the file that names the last whole checkpoint
+CLIP = 1.0  # largest norm of the gradient
+LAST = "last"  # the file with the name of the last complete checkpoint
 
 
 class Recipe:
-    """What a rank needs to train: its plan, its samples, the model, the loss.
+    """The plan, samples, model and loss of a rank.
 
     Args:
-        settings: Equal on all ranks.
+        settings: The settings, equal on all ranks.
         data, context: Meshes of one dimension: ranks that read different sequences, and ranks that
-            share theirs.
-        device: Of this rank.
+            share a sequence.
+        device: Device of this rank.
     """
 
     def __init__(
@@ -65,19 +65,20 @@ class Recipe:
             if isinstance(module, FSDPModule):
                 # The loss is a sum over all ranks, divided by the number of all labels.
                 module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # which gloo has too
+                module.set_force_sum_reduction_for_comms(True)  # which gloo supports too
         return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), self.settings.lr, (0.9, 0.95))
 
     def warmth(self, step: int) -> float:
-        """What the learning rate of a step is of that after all steps of warm-up."""
+        """The learning rate of a step over that after the warm-up."""
         return min(1.0, (step + 1) / self.settings.warm_up)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """(tokens, labels), (samples of this row, tokens of this rank): labels are those of the
-        whole sequence, shifted before they are sharded.
+        """(tokens, labels), each (samples of this row, tokens of this rank).
+
+        Labels are shifted in the whole sequence, and sharded after that.
         """
         each = self.settings.batch // self.data.size()
         first = step * self.settings.batch + self.data.get_local_rank() * each
@@ -87,7 +88,7 @@ class Recipe:
         return tokens, labels
 
     def loss(self, model: nn.Module, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The part of this rank, whose gradient is wanted; and the loss, the sum over ranks."""
+        """(the loss of this rank, which is differentiated; the loss summed over ranks)"""
         count = (labels != IGNORED).sum()
         dist.all_reduce(count)
         logits = model(tokens, self.positions, self.attend)
@@ -102,12 +103,12 @@ class Recipe:
 
 
 class Training:
-    """A model and what trains it, on the ranks of the process group.
+    """A model with its optimizer, on the ranks of the process group.
 
     Args:
-        settings: Equal on all ranks.
-        folder: Of the checkpoints.
-        device: Of this rank.
+        settings: The settings, equal on all ranks.
+        folder: Folder of the checkpoints.
+        device: Device of this rank.
     """
 
     def __init__(self, settings: Settings, folder: Path, device: torch.device):
@@ -120,7 +121,7 @@ class Training:
         self._resume()
 
     def run(self) -> list[float]:
-        """Trains up to the last step; the loss of every step of this run."""
+        """Trains up to the last step; returns the loss of every step of this run."""
         losses = []
         while self.step < self.settings.steps:
             begin = time.perf_counter()
@@ -150,7 +151,7 @@ class Training:
     def _save(self) -> None:
         name = f"step-{self.step}"
         save(self._state(), checkpoint_id=self.folder / name)
-        dist.barrier()  # only a whole checkpoint is the last one
+        dist.barrier()  # only a complete checkpoint becomes the last one
         if dist.get_rank() == 0:
             draft = self.folder / f".{LAST}"
             draft.write_text(str(self.step))
@@ -173,7 +174,7 @@ class Training:
 
 
 def start() -> torch.device:
-    """Joins the other processes, or a group of its own; the device of this one."""
+    """Joins the process group, or makes one of a single process; returns the device."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
