@@ -18,9 +18,9 @@ PATTERNS = Path(__file__).with_name("patterns")
 
 
 def _known_patterns() -> str:
-    """Every built-in pattern with its arguments and their defaults, a paragraph each."""
+    """Every built-in pattern with its arguments and their defaults, a line each."""
     calls = [call for file in PATTERNS.glob("*.py") for call in _builtin_calls(file)]
-    return "\n\n".join(["Built-in patterns, which & | ^ - and ~ combine:", *sorted(calls)])
+    return "\n".join(["Built-in patterns, which & | ^ - and ~ combine:", *sorted(calls)])
 
 
 def _builtin_calls(file: Path) -> Iterator[str]:

@@ -145,10 +145,9 @@ def train(
         result = training.train(settings, books, output, seconds, every, export_to, resume)
         if (data / TOKENIZER).exists():
             copyfile(data / TOKENIZER, output / TOKENIZER)  # `sample` reads it
-    print(
-        f"step {result['trained']:,} of {steps:,}: {result['bits_per_byte']:.4f} bits per byte, "
-        f"{result['bytes_per_second']:,.0f} bytes/s"
-    )
+    speed = f", {result['bytes_per_second']:,.0f} bytes/s" if result["bytes_per_second"] else ""
+    loss = f"{result['bits_per_byte']:.4f} bits per byte"
+    print(f"step {result['trained']:,} of {steps:,}: {loss}{speed}")
 
 
 @app.command()

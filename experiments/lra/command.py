@@ -194,10 +194,10 @@ def show(result: dict) -> None:
         Console().print(f"{result['task']}: stuck at chance, stopped at step {result['steps']}")
         return
     accuracy, error = result["test/accuracy"], result["test/standard_error"]
-    table = Table("", "%", "standard errors below", title=f"{result['task']}, test")
+    table = Table("", "%", "accuracy is above by", title=f"{result['task']}, test")
     table.add_row("accuracy", f"{100 * accuracy:.2f} ± {100 * error:.2f}", "")
     for name, floor in {"class prior": result["test/class_prior"], **result["floors"]}.items():
-        above = f"{(accuracy - floor) / error:+.1f}" if error else ""
+        above = f"{(accuracy - floor) / error:+.1f} standard errors" if error else ""
         table.add_row(name, f"{100 * floor:.2f}", above)
     for name, part in result["moved discs"].items():
         table.add_row(f"a disc moved: {name}", f"{100 * part:.2f}", "")
