@@ -65,10 +65,9 @@ def next_work_id(params, work_id):
     next_work = work_id + gl.num_programs(0)
     if params.work_counter is not None:
         if params.dropout.threshold is None:
-            taken = gl.atomic_add(params.work_counter, 1, sem="relaxed")
+            next_work = gl.num_programs(0) + gl.atomic_add(params.work_counter, 1, sem="relaxed")
         else:
-            taken = atomic_increment(params.work_counter)
-        next_work = gl.num_programs(0) + taken
+            next_work = gl.num_programs(0) + atomic_increment(params.work_counter)
     return next_work
 
 
