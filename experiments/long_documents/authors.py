@@ -19,18 +19,18 @@ from experiments.lra.tasks.task import BYTES, bytes_to_ids
 
 LONGEST = 65_536  # bytes of a passage
 LEAST = 2 * LONGEST  # bytes of a book
-BOOKS = 3  # of an author, at least; one of so many tests
-TESTED = 8  # passages of an author, at most
+BOOKS = 3  # least number of books of an author; one of three is for testing
+TESTED = 8  # largest number of test passages of an author
 AUTHORS = 50
 NOBODY = ("", "Anonymous", "Various")
-EPOCH = 2**20  # training passages before their order begins anew
+EPOCH = 2**20  # training passages in an epoch
 DATA = "data.json"  # in the folder of a length: SHA-256 of the books
 Tokens = Literal["bytes", "words"]
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A place of a book: its first byte, and who wrote it."""
+    """A position in a book: its first byte, and the author."""
 
     book: Book
     begin: int
@@ -38,14 +38,15 @@ class Passage:
 
 
 class Authors(Task):
-    """The author of a passage of `length` bytes, of so many authors.
+    """The task of finding the author of a passage of `length` bytes, among `authors` authors.
 
-    A token is a byte, or with `tokens="words"` a word, hashed as the floor of counted words does,
-    or a byte that is neither letter nor space; a passage has at most one for TOKEN_BYTES then, and
-    what is more is cut off.
+    A token is a byte. With `tokens="words"` a token is a word, hashed as in the floor of word
+    counts, or a byte that is neither letter nor space; then a passage is cut to one token for each
+    TOKEN_BYTES bytes.
 
-    A third of the books of an author tests. Of the others the last LONGEST bytes validate, and the
-    rest trains: passages at random places, equally many of each author.
+    A third of the books of an author are for testing. The last LONGEST bytes of the others are for
+    validation, and the rest is for training: passages at random positions, equally many for each
+    author.
     """
 
     def __init__(self, length: int = LONGEST, authors: int = AUTHORS, tokens: Tokens = "bytes"):
@@ -80,10 +81,10 @@ class Authors(Task):
 
 
 def by_author(books: Books, authors: int) -> list[tuple[str, list[Book]]]:
-    """The authors of most books that are long enough, and these books in a random order.
+    """The authors with the most books of sufficient length, and these books in random order.
 
     Raises:
-        ValueError: There are fewer such authors.
+        ValueError: There are too few such authors.
     """
     found = defaultdict(list)
     for book in books.books:
@@ -100,17 +101,17 @@ def by_author(books: Books, authors: int) -> list[tuple[str, list[Book]]]:
 
 
 def _drawn(book: Book) -> str:
-    """As good as random, and the same in every corpus that has the book."""
+    """A pseudo-random order that is equal in every corpus with the book."""
     return hashlib.sha256(book.path.encode()).hexdigest()
 
 
 def books_for_testing(own: list[Book]) -> list[Book]:
-    """Those of an author that test."""
+    """The test books of an author."""
     return own[: len(own) // BOOKS]
 
 
 def books_for_training(chosen: list[tuple[str, list[Book]]]) -> list[list[Book]]:
-    """Those of each author that train."""
+    """The training books of each author."""
     return [own[len(own) // BOOKS :] for _, own in chosen]
 
 
@@ -124,7 +125,7 @@ def passages_for_validation(chosen: list[tuple[str, list[Book]]]) -> list[Passag
 
 
 def passages_for_testing(chosen: list[tuple[str, list[Book]]]) -> list[Passage]:
-    """Up to TESTED passages of an author, apart from one another and spread over the books."""
+    """Up to TESTED disjoint passages of an author, spread over the books."""
     passages = []
     for label, (_, own) in enumerate(chosen):
         parts = [
@@ -136,7 +137,7 @@ def passages_for_testing(chosen: list[tuple[str, list[Book]]]) -> list[Passage]:
 
 
 class Passages:
-    """Samples at chosen places."""
+    """Samples at given positions."""
 
     in_memory = True
 
@@ -158,7 +159,7 @@ class Passages:
 
 
 class Drawn(Passages):
-    """Samples at random places of the training books, the author by turns."""
+    """Samples at random positions of the training books, with authors in turn."""
 
     def __init__(
         self, books: Books, training: list[list[Book]], length: int, tokens: Tokens = "bytes"
@@ -173,7 +174,7 @@ class Drawn(Passages):
         return self._read(self.place(index))
 
     def place(self, index: int) -> Passage:
-        """Any place of the author's training books that leaves the end of a book alone."""
+        """A random position in the training books of the author, except the ends of books."""
         label = index % len(self.training)
         own = self.training[label]
         ends = np.cumsum([book.bytes - LEAST + 1 for book in own])

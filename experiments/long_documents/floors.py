@@ -39,20 +39,20 @@ def measure(
     output: Path,
     show: Callable[[str], None] = print,
 ) -> dict:
-    """Writes the record of floors; the lengths that it holds for the same data are kept.
+    """Writes the record of floors; lengths in an existing record of the same data are not changed.
 
     Args:
-        data: What `experiments.language_model data` built.
-        lengths: Of passages, in bytes.
-        authors: How many.
-        output: The record.
-        show: Called with a line for each length.
+        data: Folder that `experiments.language_model data` built.
+        lengths: Lengths of passages, in bytes.
+        authors: Number of authors.
+        output: Path of the record.
+        show: Called with a line of text for each length.
 
     Returns:
         The record.
 
     Raises:
-        ValueError: The data have fewer authors of enough books.
+        ValueError: The data have too few authors with enough books.
     """
     books = Books.read(data)
     chosen = by_author(books, authors)
@@ -89,9 +89,9 @@ def accuracy(
     items: Items,
     buckets: int,
 ) -> dict[str, float]:
-    """Test accuracy over passages, the mean over authors and the standard error of that mean.
+    """Test accuracy over passages, its mean over authors, and the standard error of this mean.
 
-    A passage is what it counts: the logarithm of counts, less for what many passages have.
+    The features of a passage are logarithms of counts, weighted by the rarity of the item.
     """
     counts, tested = (counted(books, own, length, items, buckets) for own in (train, test))
     documents = np.bincount(counts.indices, minlength=buckets)
@@ -110,7 +110,7 @@ def accuracy(
 def counted(
     books: Books, passages: list[Passage], length: int, items: Items, buckets: int
 ) -> csr_array:
-    """How often each passage has each item: (passages, buckets)."""
+    """The count of each item in each passage: (passages, buckets)."""
     indices, counts, ends = [], [], [0]
     for passage in passages:
         text = books.text(passage.book)[passage.begin : passage.begin + length]
@@ -123,7 +123,7 @@ def counted(
 
 
 def scaled(counts: csr_array, rarity: np.ndarray) -> csr_array:
-    """Rows of length 1, of log(1 + count) times the rarity of the item."""
+    """log(1 + count) times the rarity of the item, with rows of norm 1."""
     values = np.log1p(counts.data) * rarity[counts.indices]
     lengths = np.diff(counts.indptr)
     rows = np.repeat(np.arange(len(lengths)), lengths)

@@ -20,13 +20,15 @@ import rich.progress
 
 from experiments.lra.tasks import SPLITS
 
-# The articles of the Convention that LexGLUE asks for.
+# The articles of the Convention that are labels in LexGLUE.
 ARTICLES = ("2", "3", "5", "6", "8", "9", "10", "11", "14", "P1-1")
 ALLEGED = "allegedly_violated_articles"
-FILES = dict(zip(SPLITS, ("train", "dev", "test"), strict=True))  # as both sources call a split
+FILES = dict(
+    zip(SPLITS, ("train", "dev", "test"), strict=True)
+)  # names of the splits in both sources
 LEXGLUE = "ecthr.jsonl"
 SUMMARY = "Discharge summary"
-CODES = 50  # the most frequent ones
+CODES = 50  # number of the most frequent codes, which are the labels
 LONGEST_NOTE = 2**24  # letters
 LISTS = "of github.com/jamesmullenbach/caml-mimic, folder mimicdata/mimic3"
 PHYSIONET = "part of MIMIC-III, https://physionet.org/content/mimiciii"
@@ -34,7 +36,7 @@ ARCHIVE = f"unpack {LEXGLUE} of LexGLUE, or ECtHR-NAACL2021 of archive.org"
 
 
 class Document(NamedTuple):
-    """text; labels: numbers of the names in Labelled.labels."""
+    """A document: its text, and its labels as indices of Labelled.labels."""
 
     text: str
     labels: tuple[int, ...]
@@ -45,9 +47,9 @@ class Labelled:
     """The documents of a data set.
 
     Attributes:
-        name: Of SOURCES.
-        labels: Their names.
-        splits: Documents of train, validation and test.
+        name: One of SOURCES.
+        labels: Names of the labels.
+        splits: Documents of the train, validation and test splits.
     """
 
     name: str
@@ -61,7 +63,7 @@ class Labelled:
 
     @property
     def sha256(self) -> str:
-        """Of all texts and labels, in order."""
+        """SHA-256 of all texts and labels, in order."""
         digest = hashlib.sha256()
         for split in SPLITS:
             for text, labels in self.splits[split]:
@@ -73,12 +75,12 @@ def read_ecthr(folder: Path) -> Labelled:
     """Cases of the European Court of Human Rights, and the articles whose violation was alleged.
 
     Args:
-        folder: Holds ecthr.jsonl of LexGLUE, whose lines name their split in `data_type`; or
-            train.jsonl, dev.jsonl and test.jsonl. A line has `facts`, paragraphs, and
+        folder: Folder with ecthr.jsonl of LexGLUE, whose lines have their split in `data_type`; or
+            with train.jsonl, dev.jsonl and test.jsonl. A line has `facts` (paragraphs) and
             `allegedly_violated_articles`.
 
     Raises:
-        ValueError: Neither is there, or a line is another thing; names it.
+        ValueError: The files are missing, or a line has another form; the message names it.
 
     Reference:
         Chalkidis et al. 2021, Paragraph-level rationale extraction through regularization.
@@ -101,7 +103,7 @@ def read_ecthr(folder: Path) -> Labelled:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict]]:
-    """The objects of a file of JSON lines, each with where it stands."""
+    """The objects of a file of JSON lines, each with its file and line for messages."""
     with rich.progress.open(
         path, "r", encoding="utf-8", description=path.name, transient=True
     ) as file:
@@ -128,16 +130,16 @@ def _case(where: str, case: dict) -> Document:
 def read_mimic(folder: Path) -> Labelled:
     """Discharge summaries of MIMIC-III, and the 50 most frequent diagnoses and procedures.
 
-    The text of an admission is that of its summaries and their addenda, in the order of the file.
+    The text of an admission consists of its summaries and their addenda, in the order of the file.
 
     Args:
-        folder: Holds NOTEEVENTS, DIAGNOSES_ICD and PROCEDURES_ICD of MIMIC-III, as .csv or
-            .csv.gz, and train_50_hadm_ids.csv, dev_50_hadm_ids.csv and test_50_hadm_ids.csv, an
-            admission a line.
+        folder: Folder with NOTEEVENTS, DIAGNOSES_ICD and PROCEDURES_ICD of MIMIC-III, as .csv or
+            .csv.gz, and train_50_hadm_ids.csv, dev_50_hadm_ids.csv and test_50_hadm_ids.csv, with
+            an admission in each line.
 
     Raises:
-        ValueError: A file is not there or lacks a column, or an admission has no summary; names
-            it.
+        ValueError: A file or a column is missing, or an admission has no summary; the message
+            names it.
 
     Reference:
         Mullenbach et al. 2018, Explainable prediction of medical codes from clinical text.
@@ -155,7 +157,9 @@ def read_mimic(folder: Path) -> Labelled:
     for table in ("DIAGNOSES_ICD", "PROCEDURES_ICD"):
         for admission, code in _rows(folder, table, ("HADM_ID", "ICD9_CODE")):
             if code and admission in texts:
-                codes[admission].add(f"{table[0]}{code}")  # 0331 may be either
+                codes[admission].add(
+                    f"{table[0]}{code}"
+                )  # a code such as 0331 may be a diagnosis or a procedure
     often = Counter(code for own in codes.values() for code in own)
     names = sorted(often, key=lambda code: (-often[code], code))[:CODES]
     splits = {}
@@ -174,7 +178,7 @@ def read_mimic(folder: Path) -> Labelled:
 
 
 def _rows(folder: Path, name: str, columns: tuple[str, ...]) -> Iterator[list[str]]:
-    """The columns of each row of a table, whatever the case of their names."""
+    """Yields the given columns of each row of a table; names are compared without case."""
     with _table(folder, name) as file:
         rows = csv.reader(file)
         head = [column.upper() for column in next(rows, [])]

@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 POSITIONS = "embeddings.position_embeddings.weight"
-MULTIPLE = 64  # tokens, of which a batch has a whole number
+MULTIPLE = 64  # the length of a batch is a multiple of so many tokens
 TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides what a run computes.
+    """The settings that determine the result of a run.
 
     Attributes:
-        encoder: Folder of a model and its tokenizer, as transformers saves them.
-        tokens: Read of a document.
+        encoder: Folder of a model and its tokenizer, saved by transformers.
+        tokens: Number of tokens that are read of a document.
         attention: As in experiments.pretraining.Case.
-        steps: Of the whole run.
-        batch_size: Documents of a step.
-        every: Steps between validations; the best of them is tested.
-        learning_rate, warmup_steps: Of AdamW; the rate falls in a line after the warm-up.
-        seed: Of the new layer, of the order of documents and of dropout.
+        steps: Number of steps of the whole run.
+        batch_size: Number of documents of a step.
+        every: Number of steps between validations. The best one of them is tested.
+        learning_rate, warmup_steps: Learning rate of AdamW, with linear decay after the warm-up.
+        seed: Seed of the new layer, of the order of documents and of dropout.
     """
 
     encoder: str
@@ -66,18 +66,18 @@ class Settings:
 
 
 def lengthened(folder: Path, labels: int, tokens: int) -> "PreTrainedModel":
-    """The classifier of a saved encoder, its learned positions repeated up to `tokens`.
+    """A classifier with a saved encoder, whose learned positions are repeated up to `tokens`.
 
-    Position n has the embedding of position n modulo the length that was trained. Special rows
-    before the first position, which RoBERTa has, stay as they are.
+    Position n has the embedding of position n modulo the trained length. Special rows before the
+    first position, which RoBERTa has, are not changed.
 
     Args:
-        folder: As transformers saves it.
-        labels: Of the new layer, whose weights are random.
-        tokens: Most of a document, the special ones included.
+        folder: Folder of the encoder, saved by transformers.
+        labels: Number of labels of the new layer, whose weights are random.
+        tokens: Largest number of tokens of a document, with special tokens.
 
     Raises:
-        ValueError: The folder holds no encoder with learned positions.
+        ValueError: The folder has no encoder with learned positions.
 
     Reference:
         Beltagy, Peters, Cohan 2020, Longformer.
@@ -111,14 +111,14 @@ class Batches:
     def __init__(self, settings: Settings, data: Labelled):
         from transformers import AutoTokenizer
 
-        # Where there is none, transformers makes one without words.
+        # Without the file, transformers would make a tokenizer without words.
         if not (Path(settings.encoder) / TOKENIZER).exists():
             raise ValueError(f"{settings.encoder} must have {TOKENIZER}, a fast tokenizer")
         read = AutoTokenizer.from_pretrained(settings.encoder, local_files_only=True)
         self.read, self.settings, self.data = read, settings, data
 
     def training(self, start: int) -> Iterator[dict[str, Tensor]]:
-        """Of each step from `start` on; functions of seed and step alone."""
+        """The batches of the steps from `start` on, which depend only on seed and step."""
         own, settings = self.data.splits["train"], self.settings
         for indices in StepBatches(len(own), settings.batch_size, settings.seed, start, 0, 1):
             yield self.of([own[i] for i in indices])
@@ -147,12 +147,12 @@ class Batches:
 
 
 class Run:
-    """A classifier in training, which goes on exactly from its last checkpoint.
+    """The training of a classifier, which resumes exactly from its last checkpoint.
 
     Args:
-        settings: Of the run.
-        data: Documents.
-        output: Its folder.
+        settings: Settings of the run.
+        data: The documents.
+        output: Folder of the run.
     """
 
     def __init__(self, settings: Settings, data: Labelled, output: Path):
@@ -172,10 +172,10 @@ class Run:
             self._load(self.last)
 
     def train(self, seconds: float | None = None) -> dict | None:
-        """To the end, or for so many seconds.
+        """Trains to the end, or for at most so many seconds.
 
         Returns:
-            What result.json holds, or None where time was up.
+            The contents of result.json, or None if the time limit was reached.
         """
         end = None if seconds is None else time.time() + seconds
         left = self.settings.steps - self.step
@@ -252,7 +252,7 @@ class Run:
 
     @torch.no_grad()
     def micro_f1(self, split: str) -> float:
-        """Of all labels of all documents at once; one is guessed where it is likelier than not."""
+        """The micro F1 over all labels of all documents; a label is predicted if P > 1/2."""
         self.model.eval()
         score = BinaryF1Score().to(self.device)
         for batch in self.batches.evaluation(split):
@@ -265,7 +265,7 @@ def gather(folders: list[Path]) -> dict:
     """A record of runs of one data set: for each length the mean, the deviation and the runs.
 
     Raises:
-        ValueError: A folder holds no result, or data or device are not one.
+        ValueError: A folder has no result, or the runs differ in data or device.
     """
     runs = read_results(folders)
     shared("data", (run["data"] for run in runs))

@@ -16,16 +16,16 @@ def gather(name: str, runs: Path, floors: Path, output: Path) -> tuple[dict, tup
     """Writes long-documents-NAME-DEVICE.json and a picture of it.
 
     Args:
-        name: Of the record.
-        runs: A folder with one for each length, which holds a folder for each seed.
-        floors: Their record.
+        name: Name of the record.
+        runs: A folder with a folder for each length, which contains a folder for each seed.
+        floors: Path of the record of floors.
         output: Folder of both files.
 
     Returns:
         The record, and the paths.
 
     Raises:
-        ValueError: No length has a result, or data or device are not one.
+        ValueError: No length has a result, or the runs differ in data or device.
     """
     known = json.loads(floors.read_text())
     lengths, devices = {}, []
@@ -44,7 +44,7 @@ def gather(name: str, runs: Path, floors: Path, output: Path) -> tuple[dict, tup
 
 
 def draw(record: Path) -> Path:
-    """Draws accuracy against the length of a passage, with the floors; returns the path."""
+    """Draws accuracy over the length of a passage, with the floors; returns the path."""
     facts = json.loads(record.read_text())
     figure, ax = panels(size=(7, 4.2))
     lengths = [int(length) for length in facts["lengths"]]

@@ -5,15 +5,15 @@ import numpy as np
 BUCKETS = 2**15  # of hashed words
 FACTOR = 0x9E3779B97F4A7C15
 LONGEST_WORD = 64
-FIRST_WORD = 257  # ids before it: padding, and bytes that stand outside of words
-TOKEN_BYTES = 4  # of text, at least, in the mean of a token: letters and spaces are most of it
+FIRST_WORD = 257  # lower ids are padding and bytes outside of words
+TOKEN_BYTES = 4  # lower bound of the mean number of bytes of a token
 
 
 def words(text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each word of a text begins, and its bucket.
+    """The beginning and the bucket of each word of a text.
 
     Args:
-        text: uint8; a word is a run of letters a to z, whatever their case.
+        text: uint8; a word is a run of letters a to z in any case.
     """
     letters, lower = letters_of(text)
     values = (lower[letters] - ord("a") + 1).astype(np.uint64)
@@ -30,7 +30,7 @@ def words(text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def word_ids(text: np.ndarray) -> np.ndarray:
-    """The ids of a text's words, and of the bytes between them that are no spaces, in order."""
+    """The ids of the words of a text and of the bytes between them, except spaces, in order."""
     begins, buckets = words(text)
     letters, _ = letters_of(text)
     marks = np.flatnonzero(~letters & (text > ord(" ")))
@@ -39,6 +39,6 @@ def word_ids(text: np.ndarray) -> np.ndarray:
 
 
 def letters_of(text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which bytes are letters, and the text with these in lower case."""
+    """(whether each byte is a letter, the text in lower case)"""
     lower = text | 0x20
     return (lower >= ord("a")) & (lower <= ord("z")), lower

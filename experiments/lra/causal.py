@@ -18,10 +18,10 @@ BATCH = 32
 
 @torch.no_grad()
 def moved_discs(model: Classifier, task: Pathfinder, count: int = IMAGES) -> dict[str, float]:
-    """Over `count` pairs of an image and the same with its second disc moved: parts of the pairs
-    that are answered differently, and that are answered rightly both times.
+    """Tests a model on pairs of images that differ only in the position of the second disc.
 
-    A model that guesses at random answers half of the pairs differently and a quarter rightly.
+    Returns the shares of pairs with different answers, and of pairs with two correct answers. A
+    model that guesses at random has 1/2 and 1/4.
     """
     model.eval()
     images = task.images("moved discs", count)
@@ -41,6 +41,6 @@ def moved_discs(model: Classifier, task: Pathfinder, count: int = IMAGES) -> dic
 
 def _answers(model: Classifier, ids: Tensor) -> Tensor:
     device = next(model.parameters()).device
-    # A compiled model would be compiled anew for batches of this size.
+    # A compiled model would be compiled again for this batch size.
     with torch.compiler.set_stance("force_eager"):
         return model(ids.to(device)).argmax(-1).cpu()

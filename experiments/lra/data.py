@@ -134,7 +134,7 @@ def cifar(
 @app.command("film-pairs")
 def film_pairs(data_root: Root = DATA) -> None:
     """Writes pairs of reviews, half of them of one film, from DATA_ROOT/aclImdb."""
-    # Compiles, which the other commands need not wait for.
+    # Importing it compiles code, so other commands do not import it.
     from experiments.lra.tasks.films import write_film_pairs
 
     with usage_errors(OSError, ValueError):

@@ -15,9 +15,9 @@ def contents(folder: Path, below: Path, resumable: bool) -> dict[str, bytes]:
     """The files of a run, by their path below another folder.
 
     Args:
-        folder: Of the run.
-        below: The folder that pieces are unpacked into.
-        resumable: Whether the run goes on; else its last checkpoint stays behind.
+        folder: Folder of the run.
+        below: The folder into which pieces are unpacked.
+        resumable: Whether the run can be resumed; else its last checkpoint is not exported.
     """
     reports = filter(Path.exists, (folder / name for name in ("curve.json", RESULT)))
     files = {path: path.read_bytes() for path in reports}
@@ -30,7 +30,7 @@ def contents(folder: Path, below: Path, resumable: bool) -> dict[str, bytes]:
 
 
 def compact(path: Path, resumable: bool) -> bytes:
-    """A checkpoint without what nothing reads: of one that is not resumed, all but its weights."""
+    """A checkpoint without unused parts: only its weights, if the run is not resumed from it."""
     import torch
 
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)

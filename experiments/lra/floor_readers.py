@@ -40,7 +40,7 @@ WORD = re.compile(rb"[a-z']+")
 
 
 def listops_floors(samples: int, seed: int = 1) -> dict[str, float]:
-    """Accuracy of the readers of 0, 1, ... levels below the root operator."""
+    """The accuracy of predictors that read 0, 1, ... levels below the root operator."""
     arrays = generate(samples, seed)
     expressions, held_out = Expressions(arrays), samples // 5
     roots = arrays["tokens"][arrays["offsets"][:-1]] - OPERATOR
@@ -58,7 +58,7 @@ def listops_floors(samples: int, seed: int = 1) -> dict[str, float]:
 
 @numba.njit(nogil=True)
 def read(ids, levels, guesses):
-    """The value of an expression to a reader that guesses every list `levels` below the root."""
+    """The value of an expression if every list `levels` below the root is guessed."""
     operators = np.zeros(MAX_DEPTH, np.int64)
     values = np.zeros((MAX_DEPTH, MAX_ARGUMENTS), np.int64)
     counts = np.zeros(MAX_DEPTH, np.int64)
@@ -83,14 +83,14 @@ def read(ids, levels, guesses):
 
 
 def pathfinder_floors(task: Pathfinder, samples: int) -> dict[str, float]:
-    """Accuracy of small networks that see the distance of the discs, or their coordinates.
+    """The accuracy of small networks that get the distance of the discs, or their coordinates.
 
-    Coordinates as they are say more than coordinates that are turned and mirrored at random where
-    contours prefer a direction, as those of the release do in images of 32 and 64 pixels.
+    If contours have a preferred direction, as those of the release in images of 32 and 64 pixels,
+    coordinates reveal more than coordinates that are rotated and mirrored at random.
     """
     discs, labels = _discs(task, samples)
     centred = (discs / (task.side - 1) - 0.5).flatten(1)
-    # An image does not say which disc is first.
+    # The order of the discs in an image is unknown.
     plain = torch.stack([centred, centred[:, (2, 3, 0, 1)]])
     turned = torch.stack(symmetries(centred))
     return {
@@ -118,7 +118,7 @@ def _discs(task: Pathfinder, samples: int) -> tuple[Tensor, Tensor]:
 
 
 def symmetries(discs: Tensor) -> list[Tensor]:
-    """The same pairs of points, (n, 4) from the centre of the image, turned, mirrored, swapped."""
+    """Pairs of points, (n, 4) relative to the centre of the image, rotated, mirrored, swapped."""
     forms = []
     for order in ((0, 1, 2, 3), (1, 0, 3, 2), (2, 3, 0, 1), (3, 2, 1, 0)):
         for sign in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
@@ -127,9 +127,10 @@ def symmetries(discs: Tensor) -> list[Tensor]:
 
 
 def _network_accuracy(forms: Tensor, labels: Tensor) -> float:
-    """Test accuracy, on the last fifth, of a network as it was best on the fifth before.
+    """The test accuracy of a network on the last fifth of the samples.
 
-    forms: (symmetries, samples, features); a batch takes each sample in a random form.
+    The fifth before it selects the best step. forms: (symmetries, samples, features); a batch has
+    each sample in a random form.
     """
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -162,7 +163,7 @@ def _network_accuracy(forms: Tensor, labels: Tensor) -> float:
 
 @torch.no_grad()
 def _right(network: nn.Module, forms: Tensor, labels: Tensor) -> Tensor:
-    """Whether each sample is answered rightly by the mean over its forms."""
+    """Whether the mean over its forms classifies each sample correctly."""
     network.eval()
     answers = torch.stack([network(form) for form in forms]).mean(0).argmax(-1)
     network.train()
@@ -170,15 +171,15 @@ def _right(network: nn.Module, forms: Tensor, labels: Tensor) -> Tensor:
 
 
 def film_pairs_floors(data_root: Path) -> dict[str, float]:
-    """Accuracy of a threshold on the words that both reviews share, each weighted by its rarity.
+    """The accuracy of a threshold on the words that both reviews share, weighted by rarity.
 
-    Their weight is divided by those of all words of either review (the cosine of both), or not.
+    With and without division by the weights of all words of both reviews (cosine similarity).
     """
     splits = FilmPairs().splits(data_root)
     train, test = (_words(splits[split]) for split in ("train", "test"))
     frequency = Counter(word for documents, _ in train for words in documents for word in words)
     rarity = {word: log((2 * len(train) + 1) / (n + 1)) ** 2 for word, n in frequency.items()}
-    never = log(2 * len(train) + 1) ** 2  # of words that the training reviews do not have
+    never = log(2 * len(train) + 1) ** 2  # weight of words that are not in the training reviews
 
     def similarities(first: set[bytes], second: set[bytes]) -> tuple[float, float]:
         both, one, other = (
@@ -198,7 +199,7 @@ def film_pairs_floors(data_root: Path) -> dict[str, float]:
 def threshold_accuracy(
     scores: np.ndarray, labels: np.ndarray, tested: np.ndarray, right: np.ndarray
 ) -> float:
-    """Accuracy on `tested` of the threshold that is best for `scores`: above it the label is 1."""
+    """Accuracy on `tested` of the best threshold for `scores`; above it the label is 1."""
     order = np.argsort(scores, kind="stable")
     below, above = np.cumsum(labels[order] == 0), np.cumsum((labels[order] == 1)[::-1])[::-1]
     best = (below[:-1] + above[1:]).argmax()

@@ -24,7 +24,7 @@ SIDES = (32, 64, 128, 256)
 
 
 def floors(task: "Task") -> dict[str, float]:
-    """The measured floors of a task, none for those that have a class prior only."""
+    """The measured floors of a task; empty for tasks whose only floor is the class prior."""
     return json.loads(RESULTS.read_text())["floors"].get(task.name, {})
 
 

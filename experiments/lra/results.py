@@ -122,7 +122,7 @@ def _draw_floors(ax: Axes, floors: dict[str, float]) -> None:
         ax.annotate(name, (1.01, height), xycoords=("axes fraction", "data"), **FLOOR_TEXT)
 
 
-FLOOR_LINE = 0.035  # of a picture's height
+FLOOR_LINE = 0.035  # relative to the height of the picture
 FLOOR_TEXT = {"ha": "left", "va": "center", "fontsize": 7, "color": "#666666"}
 
 
@@ -131,13 +131,13 @@ def _draw_group(ax: Axes, colour: str, label: str, group: dict) -> None:
         steps, accuracies = ([point[n] for point in run["curve"]] for n in (0, 1))
         style = ":" if run["stuck"] else "-"
         ax.plot(steps, [100 * a for a in accuracies], style, color=colour, linewidth=1)
-        if number == 0:  # those of other seeds end a little earlier or later
+        if number == 0:  # stages of other seeds end slightly earlier or later
             _draw_stages(ax, colour, run.get("stages", []))
     ax.plot([], [], color=colour, label=f"{label}: {in_words(group)}")
 
 
 def _draw_stages(ax: Axes, colour: str, stages: list[dict]) -> None:
-    """Where each stage of a curriculum begins, whose images validate it, and its name."""
+    """Marks the first step of each stage of a curriculum, with its name."""
     begin = 0
     for stage in stages:
         ax.axvline(begin, color=colour, linestyle=":", linewidth=0.7)

@@ -51,7 +51,7 @@ IMPLEMENTATIONS = (
 
 
 ARENA = {task: f"nystromformer/{task}" for task in TASKS}
-# A stand-in for Retrieval, whose papers are to be had nowhere.
+# A substitute for Retrieval, whose papers are no longer available.
 STAND_IN = {"film-pairs": "nystromformer/film-pairs"}
 PATH = {task: f"curriculum/{task}" for task in ("path-x", "path-256")}
 KNOWN = ARENA | STAND_IN | PATH
@@ -60,9 +60,9 @@ BATCHES = 4  # real ones, which differ in length
 
 @dataclass(frozen=True)
 class Case:
-    """A preset's model, samples of a step and shape of samples, and who is measured on it.
+    """The model of a preset, its samples, and the attentions that are measured with it.
 
-    real: Batches of the task; without them a random one is made.
+    real: Batches of the task; None for a random batch.
     """
 
     shape: Shape
@@ -73,15 +73,15 @@ class Case:
 
 
 def case_of(task: str, data_root: Path | None = None, scale: int = 1) -> Case:
-    """The case of a task, on real batches where there is a folder of data.
+    """The case of a task, with real batches if a folder of data is given.
 
     Raises:
-        MissingData: For a file that must be downloaded and is not there.
+        MissingData: A file that must be downloaded is missing.
     """
     values = presets.read(KNOWN[task])
     encoder = values["model"]["encoder"]
     if data_root is None:
-        # Random ids have no black: every token is a key.
+        # Random ids have no black pixels, so every token is a key.
         encoder |= {"attention_dropout": 0.0, "mask_black": False}
     implementations = IMPLEMENTATIONS
     if task in PATH:
@@ -130,7 +130,7 @@ class NotCaptured(Exception):
 def measure(
     task: str, case: Case, implementation: Implementation, compiled: bool, device: torch.device
 ) -> Iterator[Step]:
-    """The step by every clock of the device."""
+    """The step timed by every clock of the device."""
     clocks = (Clock.EVENTS, Clock.GRAPH) if device.type == "cuda" else (Clock.CPU,)
     torch.manual_seed(0)
     config = replace(
