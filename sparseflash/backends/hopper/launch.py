@@ -10,15 +10,7 @@ from torch import Tensor
 
 from masks.lookup_table import BlockLists
 from sparseflash import dropout
-from sparseflash.backends.hopper.configs import (
-    L2_OPERAND_BYTES,
-    MAX_KV_TILE,
-    MAX_TAIL,
-    MIN_DYNAMIC_IMBALANCE,
-    REGISTERS_PER_SM,
-    KernelConfig,
-    tile_width,
-)
+from sparseflash.backends.hopper import configs
 from sparseflash.backends.hopper.device.gluon_compat import TensorDescriptor, gl
 from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
 from sparseflash.backends.hopper.device.params import LOG2E
@@ -87,7 +79,7 @@ class PreparedKernel:
 
     kernel: Any
     access: tuple[Access, ...]
-    config: KernelConfig
+    config: configs.KernelConfig
     outputs: tuple[OutputLayout | None, ...] = ()
     by_key: bool = False
 
@@ -137,7 +129,7 @@ class PreparedKernel:
         block, group = table.block_size, spec.heads // spec.kv_heads
         masked = spec.has_key_lengths or rows.has_partial
         # Everything for which another kernel is compiled, also which arguments are None.
-        widths = (tile_width(spec.head_dim), tile_width(spec.value_dim))
+        widths = (configs.tile_width(spec.head_dim), configs.tile_width(spec.value_dim))
         properties = (spec.device, spec.dtype, widths, block, group, masked, spec.dropout_p > 0)
         score = None if spec.score is None else find_score_function(spec.score).triton
         variant = (
@@ -164,7 +156,9 @@ def max_registers(ctas_per_sm: int) -> dict[str, int]:
     It bounds the registers with which a thread starts. setmaxnreg then gives more to consumers and
     fewer to the producer.
     """
-    return {} if ctas_per_sm == 1 else {"maxnreg": REGISTERS_PER_SM // ctas_per_sm // 256 // 8 * 8}
+    if ctas_per_sm == 1:
+        return {}
+    return {"maxnreg": configs.REGISTERS_PER_SM // ctas_per_sm // 256 // 8 * 8}
 
 
 def addressable(tensor: Tensor) -> Tensor:
@@ -192,7 +186,7 @@ def addressable_strides(
 @lru_cache(maxsize=64)
 def kv_tile(block: int, widest_dim: int) -> TmaTile:
     """The tile of K and V in the forward and dQ kernels: a block, or half of one."""
-    return TmaTile(min(block, MAX_KV_TILE[tile_width(widest_dim)]))
+    return TmaTile(min(block, configs.MAX_KV_TILE[configs.tile_width(widest_dim)]))
 
 
 class _Descriptor(TensorDescriptor):
@@ -207,7 +201,7 @@ def _descriptor_fields(
     shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int
 ) -> tuple:
     """(shape, strides, box, layout) of a descriptor."""
-    box = [1, 1, rows, tile_width(shape[-1])]
+    box = [1, 1, rows, configs.tile_width(shape[-1])]
     shared_layout: Any = gl.NVMMASharedLayout  # whose methods have no types
     layout = shared_layout.get_default_for(box, GLUON_DTYPES[dtype])
     tma_strides = addressable_strides(shape, strides, dtype.itemsize)
@@ -240,14 +234,14 @@ def _seed_words(seed: int) -> tuple[int, ...]:
 
 def make_work_counter(rows: BlockLists, device: torch.device) -> Tensor | None:
     """The counter of the dynamic tile scheduler; None if rows are balanced."""
-    if rows.imbalance <= MIN_DYNAMIC_IMBALANCE:
+    if rows.imbalance <= configs.MIN_DYNAMIC_IMBALANCE:
         return None
     # A new one for every launch, because the kernel never resets it.
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def sizes_and_grid(
-    spec: AttentionSpec, rows: BlockLists, heads: int, config: KernelConfig
+    spec: AttentionSpec, rows: BlockLists, heads: int, config: configs.KernelConfig
 ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
     """params.Sizes without its last field, and the grid of a persistent kernel.
 
@@ -283,13 +277,13 @@ def heads_per_group_of(
     Returns:
         Heads, 1 to num_bh.
     """
-    if rows.imbalance <= MIN_DYNAMIC_IMBALANCE:
+    if rows.imbalance <= configs.MIN_DYNAMIC_IMBALANCE:
         return 1
     both_dims = spec.head_dim + spec.value_dim
     token_bytes = both_dims * spec.dtype.itemsize + spec.head_dim * dq_bytes
     head_bytes = max(spec.q_len, spec.k_len) * token_bytes
-    in_l2 = max(L2_OPERAND_BYTES // head_bytes, 1)
+    in_l2 = max(configs.L2_OPERAND_BYTES // head_bytes, 1)
     heads = min(num_bh, 1 << in_l2.bit_length() - 1)
     # Times of a group and of all heads on all CTAs, in units of the time of a row of mean length.
     group, all_heads = (n * rows.num_rows / ctas for n in (heads, num_bh))
-    return heads if rows.imbalance - group <= MAX_TAIL * all_heads else num_bh
+    return heads if rows.imbalance - group <= configs.MAX_TAIL * all_heads else num_bh

@@ -17,16 +17,7 @@ import torch
 from torch import Tensor
 
 from masks.lookup_table import LookupTable
-from sparseflash.backends.hopper import launch
-from sparseflash.backends.hopper.configs import (
-    DKDV_CONFIGS,
-    DQ_CONFIGS,
-    FORWARD_CONFIGS,
-    FUSED_CONFIGS,
-    MAX_ALTERNATE_DQ_DIMS,
-    MAX_DKDV_DIMS,
-    tile_width,
-)
+from sparseflash.backends.hopper import configs, launch
 from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
 from sparseflash.backends.hopper.kernels.backward_dkdv import backward_dkdv_kernel
 from sparseflash.backends.hopper.kernels.backward_dq import backward_dq_kernel
@@ -69,7 +60,7 @@ def _prepare_forward(
     kv_tile = launch.kv_tile(block, spec.widest_dim)
     access = (WARPGROUP_TILE, kv_tile, kv_tile, WARPGROUP_TILE, None, None)
     outputs = layouts_of(empty_out_and_lse(query, value))
-    config = FORWARD_CONFIGS[block][tile_width(spec.widest_dim)]
+    config = configs.FORWARD_CONFIGS[block][configs.tile_width(spec.widest_dim)]
     config = config._replace(constants={**config.constants, "ROWS": block})
     return PreparedKernel(forward_kernel, access, config, outputs)
 
@@ -102,7 +93,7 @@ def backward(
     else:
         lse_delta = _lse_delta(call, grad_out, out, lse, grad_lse)
     tensors = (query, grad_out, key, value, lse_delta)
-    if tile_width(spec.widest_dim) <= MAX_DKDV_DIMS:
+    if configs.tile_width(spec.widest_dim) <= configs.MAX_DKDV_DIMS:
         if needs_key or needs_value:
             grad_key, grad_value = _dkdv(call, *tensors)
     else:  # registers hold only one of the two accumulators, so S is computed twice
@@ -154,14 +145,14 @@ def _prepare_fused(
     tile = WARPGROUP_TILE
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, _dq_box(spec), tile, tile)
     outputs = layouts_of([torch.empty_like(x) for x in (query, key, value)])
-    config = FUSED_CONFIGS[tile_width(spec.head_dim)]
+    config = configs.FUSED_CONFIGS[configs.tile_width(spec.head_dim)]
     return PreparedKernel(backward_fused_kernel, access, config, outputs, by_key=True)
 
 
 def _dq_box(spec: AttentionSpec) -> TmaBox2D:
     """The TMA box that a warpgroup of the fused kernel adds to the accumulator of dQ."""
-    dims = tile_width(spec.head_dim)
-    if dims > MAX_ALTERNATE_DQ_DIMS or spec.dropout_p > 0:
+    dims = configs.tile_width(spec.head_dim)
+    if dims > configs.MAX_ALTERNATE_DQ_DIMS or spec.dropout_p > 0:
         dims //= 2
     return TmaBox2D(DQ_COLUMNS, WARPGROUP_M.value * dims // DQ_COLUMNS)
 
@@ -170,14 +161,14 @@ def _zero_dq_accumulator(query: Tensor, table: LookupTable) -> Tensor:
     """The accumulator of dQ: zeros for all block rows of queries, float32 (rows, DQ_COLUMNS)."""
     batch, heads, _, head_dim = query.shape
     tokens = batch * heads * table.by_query.num_rows * table.block_size[0]
-    shape = (tokens * tile_width(head_dim) // DQ_COLUMNS, DQ_COLUMNS)
+    shape = (tokens * configs.tile_width(head_dim) // DQ_COLUMNS, DQ_COLUMNS)
     return torch.zeros(shape, dtype=torch.float32, device=query.device)
 
 
 def _convert_dq(dq_accumulator: Tensor, scale: float, grad_query: Tensor) -> None:
     """Writes scale * dq_accumulator to grad_query."""
     batch, heads, _, head_dim = grad_query.shape
-    tiles = dq_accumulator.numel() // (WARPGROUP_M.value * tile_width(head_dim))
+    tiles = dq_accumulator.numel() // (WARPGROUP_M.value * configs.tile_width(head_dim))
     tiles_per_head = tiles // (batch * heads)
     gradient = WARPGROUP_TILE.descriptor(grad_query)
     arguments = (dq_accumulator, gradient, scale, heads, tiles_per_head)
@@ -201,7 +192,7 @@ def _prepare_dq(
     tile, kv_tile = WARPGROUP_TILE, launch.kv_tile(block, spec.widest_dim)
     access = (tile, tile, tile, kv_tile, kv_tile, tile, None, None, None)
     outputs = layouts_of((torch.empty_like(query), empty_lse_delta(query, block)))
-    config = DQ_CONFIGS[block][tile_width(spec.widest_dim)]
+    config = configs.DQ_CONFIGS[block][configs.tile_width(spec.widest_dim)]
     return PreparedKernel(backward_dq_kernel, access, config, outputs)
 
 
@@ -228,5 +219,5 @@ def _prepare_dkdv(spec: AttentionSpec, block: int, *inputs_and_needs: Any) -> Pr
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, tile, tile)
     needs = ((key, with_key), (value, with_value))
     outputs = layouts_of([torch.empty_like(x) if needed else None for x, needed in needs])
-    config = DKDV_CONFIGS[block][tile_width(spec.widest_dim)]
+    config = configs.DKDV_CONFIGS[block][configs.tile_width(spec.widest_dim)]
     return PreparedKernel(backward_dkdv_kernel, access, config, outputs, by_key=True)
