@@ -174,7 +174,12 @@ def model_device(name: str, kind: str) -> "Device":
 
     if kind == "cuda" and not name:
         if device := device_like(torch.device("cuda", torch.cuda.current_device())):
-            return device.with_roofline(measure_roofline(torch.bfloat16))
+            roofline = measure_roofline(torch.bfloat16)
+            return replace(
+                device,
+                matrix_flops=roofline["matrix_product_tflops"] * 1e12,
+                memory_bandwidth=roofline["copy_terabytes_per_second"] * 1e12,
+            )
         name = torch.cuda.get_device_name()
     try:
         return device_named(name or "H200")

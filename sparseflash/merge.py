@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
+from masks.arguments import check_floating
+
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint sets of keys, from the (out, lse) of each set.
@@ -93,10 +95,8 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
             f"outs and lses must have one length of at least 1, got {len(outs)}, {len(lses)}"
         )
     for name, tensors in (("outs", outs), ("lses", lses)):
-        for tensor in tensors:
-            if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
-                got = getattr(tensor, "dtype", type(tensor).__name__)
-                raise TypeError(f"{name} must be floating-point tensors, got {got}")
+        for i, tensor in enumerate(tensors):
+            check_floating(f"{name}[{i}]", tensor)
             layout = tensor.shape, tensor.dtype, tensor.device
             if layout != (tensors[0].shape, tensors[0].dtype, tensors[0].device):
                 raise ValueError(f"{name} must share shape, dtype and device, got {layout} too")

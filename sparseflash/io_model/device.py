@@ -1,6 +1,5 @@
 """The rates and capacities of devices."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,22 +47,6 @@ class Device:
             "L2": self.l2_bytes_per_cycle * self.clock,
             "memory": self.memory_bandwidth,
         }
-
-    def with_roofline(self, roofline: Mapping[str, float]) -> "Device":
-        """The same device with measured rates.
-
-        Args:
-            roofline: The rates that `experiments.roofline` measured, by name:
-                matrix_product_tflops in TFLOP/s, copy_terabytes_per_second in TB/s.
-
-        Returns:
-            A Device with these rates of products and of device memory.
-        """
-        return replace(
-            self,
-            matrix_flops=roofline["matrix_product_tflops"] * 1e12,
-            memory_bandwidth=roofline["copy_terabytes_per_second"] * 1e12,
-        )
 
 
 # NVIDIA's A100 and H100 Tensor Core GPU architecture papers (of SXM modules) and the data sheet

@@ -105,7 +105,7 @@ def test_huge_and_equal_logits():
         (None, [torch.zeros(2)], "outs must be a list of tensors, got NoneType"),
         ([torch.zeros(2, 3)], None, "lses must be a list of tensors, got NoneType"),
         ([torch.zeros(2, 3)], [torch.zeros(2).half()], "lses must be float32"),
-        ([torch.zeros(2, 3).int()], [torch.zeros(2)], "outs must be floating-point"),
+        ([torch.zeros(2, 3).int()], [torch.zeros(2)], r"outs\[0\] must be a floating-point"),
     ],
 )
 def test_bad_input_names_the_argument(outs, lses, message):
