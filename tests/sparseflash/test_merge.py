@@ -98,7 +98,7 @@ def test_huge_and_equal_logits():
     ("outs", "lses", "message"),
     [
         ([], [], "at least 1"),
-        ([torch.zeros(2, 3)], [], "as many"),
+        ([torch.zeros(2, 3)], [], "one length of at least 1"),
         ([torch.zeros(2, 3)], [torch.zeros(3)], "lses must be"),
         ([torch.zeros(2, 3)], [torch.zeros(2, device="meta")], r"lses must be \(2,\) on cpu"),
         ([torch.zeros(2, 3), torch.zeros(1, 3)], 2 * [torch.zeros(2)], "outs must share"),
