@@ -1,4 +1,4 @@
-"""The page of the site that shows the gallery of masks.gallery, made anew at every build."""
+"""The page of the site that shows the gallery of masks.gallery, made at every build."""
 
 from masks._pattern import BUILTIN
 from masks.gallery import BLOCK, ENTRIES, LEGEND, TOKENS, Section, sections

@@ -12,12 +12,12 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def written(page: str, parts: Mapping[str, Callable[[], str]], between: str = "\n") -> str:
-    """A page with its parts written anew, each between `<!-- name -->` and `<!-- /name -->`.
+    """A page with new parts, each between `<!-- name -->` and `<!-- /name -->`.
 
     Args:
-        page: Its text.
-        parts: What makes each of them, by its name.
-        between: What stands between a mark and its part.
+        page: Text of the page.
+        parts: By name, a function that returns the part.
+        between: Text between a mark and its part.
 
     Raises:
         ValueError: For a page without the marks of a part.

@@ -16,7 +16,7 @@ from masks._parse import defined_in
 
 Predicate = Callable[[Tensor, Tensor], Tensor]
 
-# A mask stands for a requested density within this factor of it: half way to the next octave.
+# A mask may differ from a requested density by this factor: half of an octave.
 TOLERANCE = math.sqrt(2)
 
 

@@ -143,7 +143,7 @@ def batches(case: Case, books: "Books") -> Iterator[dict[str, "Tensor"]]:
     import torch
 
     content = books.splits["train"]
-    # The last token of the vocabulary stands for a masked one.
+    # The last token of the vocabulary is the mask token.
     if len(books.token_bytes) >= case.vocabulary or len(content) < case.seq_len:
         raise ValueError(
             f"books must have fewer than {case.vocabulary} tokens in the vocabulary and "

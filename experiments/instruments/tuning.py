@@ -199,7 +199,7 @@ def runner(which: str, problem: Problem, mask: BlockMask):
 
 
 def agree(result: Iterable, expected: Iterable, what: str) -> None:
-    """Raises AssertionError where two configurations differ by more than roundings."""
+    """Raises AssertionError if two configurations differ by more than roundings."""
     for ours, theirs in zip(result, expected, strict=True):
         if ours is not None:
             error = (ours.double() - theirs.double()).norm() / theirs.double().norm()

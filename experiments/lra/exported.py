@@ -7,7 +7,7 @@ from experiments.files import RESULT
 
 # That a run takes for its last validation and its test, after the time for training is up.
 EVALUATION_SECONDS = 40.0
-# Of a checkpoint from which nothing goes on: the best one is tested and started from only.
+# Parts of a checkpoint that is not resumed: the best one is only tested, or used as a start.
 RESUMPTION_ONLY = ("optimizer_states", "lr_schedulers", "current_model_state", "averaging_state")
 
 

@@ -29,6 +29,10 @@ TERMS = {
     r"strangers?": "what does not import one another",
     r"in turns": "ping-pong, alternately",
     r"handed over|hands? over|handed back|hands? back": "commit, release",
+    r"raises? (\w+ )?where": "raises if",
+    r"alike|anew|begun|travels?": "equal, again, started, is sent",
+    r"stands?( in)? for|one's own": "replaces, the user's",
+    r"(goes|went|going) on": "continues, resumes",
 }
 # In the library alone: elsewhere they have a plain meaning.
 LIBRARY_TERMS = {
@@ -46,10 +50,7 @@ LIBRARY_TERMS = {
     r"serves?|served": "computes, supports, is valid for",
     r"wants?|wanted": "needs, needed, requires a gradient",
     r"(?<!there )(is|are) no (?!longer|faster|slower|more|less|larger|smaller)[a-z]+": "is not a",
-    r"raises? (\w+ )?where": "raises if",
-    r"alike|anew|begun|likewise|travels?": "equal, again, started, also, is sent",
-    r"stands?( in)? for|one's own": "replaces, the user's",
-    r"(goes|went|going) on": "continues, resumes",
+    r"likewise": "also, as in",
 }
 
 

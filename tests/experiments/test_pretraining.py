@@ -23,7 +23,7 @@ def books_of(size=5000):
 
 @pytest.mark.parametrize("model", ["gpt2-tiny", "bert-tiny"])
 @pytest.mark.parametrize("padding", [0.0, 0.5])
-def test_exact_attentions_learn_alike_and_a_pattern_does_not(model, padding):
+def test_exact_attentions_learn_equally_and_a_pattern_does_not(model, padding):
     case = replace(CASE, model=model, padding=padding, learning_rate=1e-2)
     rows = {a: train(replace(case, attention=a), books_of(), "cpu") for a in ("eager", "ours")}
     eager, ours = (np.array(row["losses"]) for row in rows.values())

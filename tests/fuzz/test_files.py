@@ -178,7 +178,7 @@ def saved(things, path) -> list[bytes]:
     return files
 
 
-def write_anew(path, data: bytes) -> None:
+def rewrite(path, data: bytes) -> None:
     """Writes a new file: some file systems wait for the disk where an old one is emptied."""
     path.unlink()
     path.write_bytes(data)
@@ -201,7 +201,7 @@ def test_files(fuzz, cases, tmp_path):
 
     def check(rng: random.Random) -> None:
         data = rng.choice([*of_masks, rng.choice(of_patterns)])
-        write_anew(path, damaged(rng, data))
+        rewrite(path, damaged(rng, data))
         ends_soon_in_a_value_error(masks.load, path)
 
     fuzz(check, cases)
@@ -217,7 +217,7 @@ def test_plans(fuzz, cases, tmp_path):
     files = saved([plan.save for plan in plans], path)
 
     def check(rng: random.Random) -> None:
-        write_anew(path, damaged(rng, rng.choice(files)))
+        rewrite(path, damaged(rng, rng.choice(files)))
         ends_soon_in_a_value_error(ContextPlan.load, path)
 
     fuzz(check, cases)

@@ -217,7 +217,7 @@ def compiled_errors(rank: int) -> dict[str, float]:
 
 
 def fuzzed(rank: int, seed: int) -> dict[str, float]:
-    """The differences to one process of a call of which all is drawn, alike on all ranks."""
+    """The differences to one process of a call with random arguments, equal on all ranks."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     ranks, block = dist.get_world_size(), rng.choice(((16, 16), (32, 16), (16, 32)))
     batch, kv_heads, dims = rng.randint(1, 2), rng.randint(1, 2), rng.choice((8, 24))

@@ -38,7 +38,7 @@ class Ranks:
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What function(rank, *arguments) returns on each rank.
 
-        Exceptions are returned as text; None stands for a rank that died.
+        Exceptions are returned as text; None for a rank that died.
         """
         for pipe in self._pipes:
             pipe.send((function, arguments))

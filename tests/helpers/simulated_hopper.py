@@ -47,7 +47,7 @@ class Planter(SourceFileLoader):
 
 
 class Finder:
-    """Finds the modules of the backend anew, with the bugs that are to be planted in each."""
+    """Reloads the modules of the backend, with the bugs that are planted in each."""
 
     def __init__(self, bugs: Mapping[str, Sequence[Bug]]):
         self.bugs = {PREFIX + name: planted for name, planted in bugs.items()}

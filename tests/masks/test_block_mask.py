@@ -1,4 +1,4 @@
-"""Block masks against the dense tensors that they stand for."""
+"""Block masks against equal dense tensors."""
 
 import itertools
 

@@ -226,7 +226,7 @@ def test_lengths_on_the_host_and_in_a_graph():
     assert torch.equal(captured, run(torch.tensor([30, 60])))
 
 
-def test_a_pattern_made_anew_is_not_compiled_again():
+def test_an_equal_pattern_is_not_compiled_again():
     query, key, value, _ = make_inputs(1, 1, 40, 40, 8)
     sparseflash.attention(query, key, value, masks.local(7) & masks.causal())
     before = _compiled.cache_info().misses

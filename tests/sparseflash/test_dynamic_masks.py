@@ -239,7 +239,7 @@ def test_nothing_waits_for_the_device():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("within", [None, CAUSAL])
-def test_a_cuda_graph_chooses_blocks_anew_at_every_replay(within):
+def test_a_cuda_graph_selects_blocks_at_every_replay(within):
     *tensors, grad_out = inputs("cuda", dtype=torch.float16)
     for x in tensors:
         x.requires_grad_()

@@ -63,7 +63,7 @@ def read_batch(path: Path) -> tuple[np.ndarray, list[int]]:
 
     Raises:
         MissingData: When it is not there.
-        ValueError: For a file that is no batch.
+        ValueError: The file is not a batch.
     """
     if not path.exists():
         raise MissingData(path, "make it with: python -m experiments.lra.data cifar ARCHIVE")
@@ -76,7 +76,7 @@ def load_batch(path: Path) -> tuple[np.ndarray, list[int]]:
     """Images, uint8 (n, 3072), and labels of one published file.
 
     Raises:
-        ValueError: For a file that is no batch.
+        ValueError: The file is not a batch.
     """
     try:
         with path.open("rb") as file:

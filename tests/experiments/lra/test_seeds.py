@@ -12,7 +12,7 @@ WEIGHTS = {"state_dict": {"w": torch.ones(2)}, "callbacks": {}, "optimizer_state
 
 
 def options_of(command):
-    """The options of a run: seed, folder, the checkpoint it goes on from, and all others."""
+    """The options of a run: seed, folder, the checkpoint that it resumes, and all others."""
     given = dict(part.removeprefix("--").split("=") for part in command if "=" in part)
     return given | {"before": given.get("model.init_from")}
 
@@ -83,7 +83,7 @@ def test_a_run_goes_on_elsewhere(runs, tmp_path):
     assert cut.exit_code == 1, cut.output
     assert "the time is over; the same command resumes" in cut.output
     assert float(runs[0]["deadline.at"]) < time.time() + 100 - exported.EVALUATION_SECONDS + 1
-    # What nothing reads stays behind; what the run goes on from does not.
+    # Files that nothing reads are not exported; those that a resumed run needs are.
     arguments += ("--import", pieces)
     command(*arguments, "--output", there, "--", "never")
     best, last = (

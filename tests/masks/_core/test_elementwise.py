@@ -223,11 +223,11 @@ def chosen(q, k):
 for dynamo_was_loaded in (False, True):
     assert ("torch._dynamo.convert_frame" in sys.modules) == dynamo_was_loaded
     assert masks.pattern(chosen)(40, 16) == masks.causal()(40, 16)
-def begun_and_ended_later(seconds):
+def started_and_ended_later(seconds):
     time.sleep(seconds)
     masks.pattern(lambda q, k: time.sleep(2 * seconds) or q > k)(32, 16)
 with ThreadPoolExecutor(2) as pool:
-    list(pool.map(begun_and_ended_later, (0.1, 0.2)))
+    list(pool.map(started_and_ended_later, (0.1, 0.2)))
 graphs = []
 torch.compile(lambda x: x + 1, backend=lambda g, _: graphs.append(g) or g.forward)(torch.ones(1))
 assert graphs, "nothing is compiled any more"

@@ -18,7 +18,7 @@ def test_transpose(dense, block_size):
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_many_and_few_runs_are_transposed_alike(share, monkeypatch):
+def test_many_and_few_runs_have_equal_transposes(share, monkeypatch):
     monkeypatch.setattr(transpose, "DENSE_SHARE", share)
     mask = masks.stack([masks.random(0.4), masks.butterfly(), masks.full()])(300, (16, 32))
     assert torch.equal(mask.T.to_dense(), mask.to_dense().mT)

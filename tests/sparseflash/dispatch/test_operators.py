@@ -95,7 +95,7 @@ def test_a_graph_is_of_one_mask(compile_counter):
 
 
 def test_graphs_that_concepts_counts(compile_counter):
-    """One for a pattern of any length, another for each mask that is made anew."""
+    """One for a pattern of any length, another for each new mask."""
     compiled = torch.compile(sparseflash.attention, backend=compile_counter)
     for length in (40, 50, 60):
         compiled(*inputs(length, length), PATTERN)

@@ -190,7 +190,7 @@ def test_auto_merges_only_where_waiting_would_take_longer():
     window, full = masks.local((511, 0))(65536, 128), masks.full()(65536, 128)
     assert make_plan(window, 8).split == "rows"
     assert make_plan(full, 8, fetch_cost=1.0).split == "rows"
-    # Half of the blocks are computed while the rest of them travels as long.
+    # Half of the blocks are computed during an exchange that takes as long.
     assert make_plan(full, 2, fetch_cost=250.0).split == "keys"
     assert make_plan(full, 2, round_tokens=128).split == "keys"
 

@@ -1,7 +1,7 @@
 """Repeated launches have the arguments of new ones, whatever calls came before.
 
 Random calls of `attention` run the host side of both GPU backends on CPU tensors. No kernel
-starts: every launch that would be repeated is prepared anew too, and both are compared.
+starts: every launch that would be repeated is also prepared again, and both are compared.
 """
 
 import ctypes
@@ -102,7 +102,7 @@ class Launches:
         return 0
 
     def try_relaunch(self, cache, signature, values) -> bool:
-        """Repeats a launch where one is stored, and lets the caller make it anew."""
+        """Repeats a launch if one is stored, and lets the caller prepare it again."""
         packed = cache.get(signature)
         self._started.clear()
         if packed:
