@@ -75,7 +75,7 @@ def test_a_warpgroup_alone_far_behind_what_is_loaded(monkeypatch):
 def test_simulated_kernels_with_all_that_is_optional(head_dim):
     pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
     with simulation():
-        check(pattern, head_dim, key_lengths=[0, 130, 400], dropout_p=0.3)
+        check(pattern, head_dim, lengths=(300, 260), key_lengths=[0, 130, 260], dropout_p=0.3)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_simulated_fused_kernel_with_all_that_is_optional(dropout, head_dim)
 @pytest.mark.parametrize("key_lengths", [None, [1, 130, 400]])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_no_key_past_the_end_has_weight_where_all_scores_are_far_below(deterministic, key_lengths):
-    options = {"key_lengths": key_lengths, "far_below_zero": True}
+    options = {"lengths": (200, 400), "key_lengths": key_lengths, "far_below_zero": True}
     with simulation():
         check(PATTERNS["full"], deterministic=deterministic, **options)
 
