@@ -22,7 +22,7 @@ FULL, PLAIN, OPTIONS, CHANGED, READING = EVERY
 # a kernel takes no more registers and memory than with two of the larger.
 SIZES = {
     (64, 64, 128): (PLAIN, OPTIONS),
-    (128, 128, 128): (FULL, PLAIN, READING),
+    (128, 128, 128): (PLAIN, READING),
     (256, 256, 128): (PLAIN, OPTIONS, CHANGED),
     (64, 64, 64): EVERY,
     (128, 128, 64): (PLAIN, OPTIONS),
