@@ -72,9 +72,8 @@ FUSED_CONFIGS = {
 MAX_KV_TILE = {64: 128, 128: 128, 256: 64}
 # The widest tiles for which registers hold both dK and dV.
 MAX_DKDV_DIMS = 128
-# The widest tiles for which a warpgroup of the fused kernel has the registers to compute all dims
-# of dQ, of every other tile. No registers are left for dropout then.
-MAX_ALTERNATE_DQ_DIMS = 64
+# The widest tiles for which registers suffice for the dQ warpgroup of the fused kernel.
+MAX_DQ_WARPGROUP_DIMS = 64
 
 REGISTERS_PER_SM = 65536
 L2_OPERAND_BYTES = 50_000_000  # most bytes of operands of heads that are scheduled together

@@ -152,7 +152,7 @@ def _prepare_fused(
 def _dq_box(spec: AttentionSpec) -> TmaBox2D:
     """The TMA box that a warpgroup of the fused kernel adds to the accumulator of dQ."""
     dims = configs.tile_width(spec.head_dim)
-    if dims > configs.MAX_ALTERNATE_DQ_DIMS or spec.dropout_p > 0:
+    if dims > configs.MAX_DQ_WARPGROUP_DIMS:
         dims //= 2
     return TmaBox2D(DQ_COLUMNS, WARPGROUP_M.value * dims // DQ_COLUMNS)
 

@@ -1,26 +1,37 @@
 """The fused kernel of dQ, dK and dV: one block row of keys per work tile, five products a tile.
 
-Persistent and warp specialised like the kernel of dK and dV, with two warpgroups:
+Persistent and warp specialised like the kernel of dK and dV. With tiles of 64 dims:
 
     producer      | K V | Q LSE delta dO | Q LSE delta dO | ...                  TMA, one warp
+    warpgroup 0   | dK_{i-1} S_i dP_i | P_i | dV_i | dS_i -> shared | ...
+    warpgroup 1   | dK_{i-1} S_i dP_i | P_i | dV_i | dS_i -> shared | ...
+    dQ warpgroup  | dQ_{i-1} | add dQ_{i-1} | dQ_i | add dQ_i | ...
+
+Registers do not suffice for a dQ warpgroup beside tiles of 128 dims. There the other two compute
+dQ, each half of the dims:
+
     warpgroup 0   | dK_{i-1} S_i dP_i | P_i | dV_i, dQ_{i-1} | dS_i -> shared | add dQ_{i-1} | ...
     warpgroup 1   | dK_{i-1} S_i dP_i | P_i | dV_i, dQ_{i-1} | dS_i -> shared | add dQ_{i-1} | ...
 
 S^T = K Q^T and dP^T = V dO^T give P^T and dS^T, the left operands of dV += P^T dO and dK += dS^T
-Q. dS also goes through shared memory, where each warpgroup finds the keys of the other: each
-computes half of dS K (half the dims of every tile; all of them of every other tile at 64 dims) and
-adds it to dQ in global memory, to which the CTAs of other keys add too. The order of those sums,
-and with it the last bits of dQ, differs from run to run.
+Q. dS also goes through shared memory: dQ = dS K sums over the keys of both warpgroups. It is added
+to dQ in global memory, to which the CTAs of other keys add too. The order of those sums, and with
+it the last bits of dQ, differs from run to run.
 
-dK and dQ of a tile are computed during the next tile, beside S^T and dV. So no warpgroup waits for
-the other, and products run while P and dS are computed. No product may be in flight from one
+dK of a tile, and dQ too where there is no dQ warpgroup, is computed during the next tile, beside
+S^T and dV. So products run while P and dS are computed. No product may be in flight from one
 iteration of the loop to the next: ptxas would then wait for every product.
 """
 
 from typing import NamedTuple
 
 from sparseflash.backends.hopper.device.block_list import block_index, tile_start
-from sparseflash.backends.hopper.device.budgets import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from sparseflash.backends.hopper.device.budgets import (
+    CONSUMER_REGISTERS,
+    CONSUMER_REGISTERS_BESIDE_DQ,
+    DQ_REGISTERS,
+    PRODUCER_REGISTERS,
+)
 from sparseflash.backends.hopper.device.dropout import transposed_keep_bits
 from sparseflash.backends.hopper.device.gluon_compat import (
     copy_registers,
@@ -75,33 +86,36 @@ from sparseflash.backends.hopper.kernels.backward_dkdv import producer
 from sparseflash.backends.hopper.kernels.dq_accumulator import (
     added_dims,
     first_tile_of_head,
-    owned_tile,
     reduce_add,
     store_to_shared,
 )
 from sparseflash.backends.triton_common.score_mods import ScorePointers
 
 TILES_PER_BLOCK = gl.constexpr(2)  # tiles of 64 queries
-# Buffers of dS for each warpgroup. Two buffers need no empty barriers. A warpgroup writes dS_{i+2}
-# into the buffer of dS_i. If the other warpgroup reads dS_i, it signals its own dS_{i+1} after
-# that, and this warpgroup waits for that dS_{i+1} before it writes dS_{i+2}.
+# Buffers of dS for each warpgroup. Without a dQ warpgroup, two buffers need no empty barriers. A
+# warpgroup writes dS_{i+2} into the buffer of dS_i. The other warpgroup signals its own dS_{i+1}
+# after it has read dS_i, and this warpgroup waits for that dS_{i+1} before it writes dS_{i+2}.
 DS_STAGES = gl.constexpr(2)
 
 
 class DsExchange(NamedTuple):
     """Buffers for dS^T of both warpgroups, [64 keys, 64 queries] each.
 
-    A warpgroup writes buffer 2 * stage + warpgroup, and both warpgroups read it.
+    A warpgroup writes buffer 2 * stage + warpgroup. The dQ warpgroup reads it, or both warpgroups
+    do. Only the dQ warpgroup signals an empty barrier, one for each stage.
     """
 
     buffers: gl.shared_memory_descriptor
     full_barriers: gl.shared_memory_descriptor
+    empty_barriers: gl.shared_memory_descriptor
 
 
 class Pipelines(NamedTuple):
     """All buffers of a CTA.
 
-    dq_buffers: float32, one for each warpgroup, the source of a TMA reduction to dQ
+    dq_buffers:   float32, sources of TMA reductions to dQ: two of the dQ warpgroup, or one of each
+        warpgroup
+    grad_buffers: one for each warpgroup, from which dV and dK are stored
     """
 
     query_pipeline: Pipeline
@@ -111,6 +125,7 @@ class Pipelines(NamedTuple):
     lse_delta_buffers: gl.shared_memory_descriptor
     ds_exchange: DsExchange
     dq_buffers: gl.shared_memory_descriptor
+    grad_buffers: gl.shared_memory_descriptor
 
 
 class TileStates(NamedTuple):
@@ -143,24 +158,29 @@ def backward_fused_kernel(
     sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group,
                   mask_batch_stride)  # fmt: skip
     dq_shape: gl.constexpr = [2] + dq_accumulator.block_type.shape  # noqa: RUF005 (no star in Gluon)
+    DQ_WARPGROUP: gl.constexpr = has_dq_warpgroup(dq_accumulator, keys)
+    query_pipeline = make_named_barrier_pipeline(queries, 0, STAGES, 2)
+    grad_out_pipeline = make_named_barrier_pipeline(grad_outs, STAGES, STAGES, 2)
+    # Keys are read by both warpgroups, or by one of them and the dQ warpgroup; values by one.
+    key_pipeline = make_pipeline(keys, 2 * KEY_STAGES, 2)
+    value_pipeline = make_pipeline(values, 2 * KEY_STAGES, 1)
+    lse_delta_buffers = gl.allocate_shared_memory(
+        gl.float32, [2 * STAGES, 1, WARPGROUP_M], lse_delta.layout
+    )
+    ds_exchange = make_ds_exchange(queries.dtype, DQ_WARPGROUP)
+    dq_buffers = gl.allocate_shared_memory(gl.float32, dq_shape, dq_accumulator.layout)
     pipelines = Pipelines(
-        make_named_barrier_pipeline(queries, 0, STAGES, 2),
-        make_named_barrier_pipeline(grad_outs, STAGES, STAGES, 2),
-        # For dQ both warpgroups read all keys; each reads only its own values.
-        make_pipeline(keys, 2 * KEY_STAGES, 2),
-        make_pipeline(values, 2 * KEY_STAGES, 1),
-        gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, WARPGROUP_M], lse_delta.layout),
-        make_ds_exchange(queries.dtype),
-        gl.allocate_shared_memory(gl.float32, dq_shape, dq_accumulator.layout),
-    )
+        query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers,
+        ds_exchange, dq_buffers, make_grad_buffers(grad_keys, dq_buffers, DQ_WARPGROUP),
+    )  # fmt: skip
     load_pipelines = (
-        pipelines.query_pipeline,
-        pipelines.grad_out_pipeline,
-        pipelines.key_pipeline,
-        pipelines.value_pipeline,
-        pipelines.lse_delta_buffers,
+        query_pipeline,
+        grad_out_pipeline,
+        key_pipeline,
+        value_pipeline,
+        lse_delta_buffers,
     )
-    work_queue = make_work_queue(2)
+    work_queue = make_work_queue(3 if DQ_WARPGROUP else 2)
     dropout = Dropout(seed_low, seed_high, threshold, keep_scale)
     fence_async_shared()
     specialize_warps(
@@ -170,7 +190,7 @@ def backward_fused_kernel(
                dropout, ScoreParams(softcap, bias, bias_stride,
                            ScorePointers(score_floats, score_integers, score_layout)), SCORE,
                has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
-        QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES,
+        QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, DQ_WARPGROUP,
     )  # fmt: skip
 
 
@@ -178,43 +198,70 @@ def backward_fused_kernel(
 def specialize_warps(queries, grad_outs, lse_delta, keys, values, dq_accumulator, grad_keys,
                      grad_values, pipelines, load_pipelines, params,
                      QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
-                     KEY_STAGES: gl.constexpr):  # fmt: skip
-    """Starts a consumer in each warpgroup and the producer in one warp."""
-    gl.warp_specialize(
-        [
-            (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 0,
-                        QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES)),
-            (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 1,
-                        QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES)),
-            (producer, (queries, grad_outs, lse_delta, keys, values, grad_keys, load_pipelines,
-                        params, QHEADS_PER_KVHEAD, STAGES, KEY_STAGES)),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+                     KEY_STAGES: gl.constexpr, DQ_WARPGROUP: gl.constexpr):  # fmt: skip
+    """Starts two consumers, the dQ warpgroup if there is one, and the producer in one warp."""
+    if DQ_WARPGROUP:
+        gl.warp_specialize(
+            [
+                (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 0,
+                            QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, True)),
+                (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 1,
+                            QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, True)),
+                (dq_warpgroup, (dq_accumulator, pipelines, params, QHEADS_PER_KVHEAD, KEY_STAGES)),
+                (producer, (queries, grad_outs, lse_delta, keys, values, grad_keys, load_pipelines,
+                            params, QHEADS_PER_KVHEAD, STAGES, KEY_STAGES)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS_BESIDE_DQ, DQ_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 0,
+                            QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, False)),
+                (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 1,
+                            QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, False)),
+                (producer, (queries, grad_outs, lse_delta, keys, values, grad_keys, load_pipelines,
+                            params, QHEADS_PER_KVHEAD, STAGES, KEY_STAGES)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
 
 
 @gluon.jit
-def make_ds_exchange(DTYPE: gl.constexpr):
+def make_grad_buffers(grad_keys, dq_buffers, DQ_WARPGROUP: gl.constexpr):
+    """Those of dQ, which is no longer needed then, unless the dQ warpgroup uses them."""
+    shape: gl.constexpr = [2] + grad_keys.block_type.shape  # noqa: RUF005 (no star in Gluon)
+    buffers = dq_buffers
+    if DQ_WARPGROUP:
+        buffers = gl.allocate_shared_memory(grad_keys.dtype, shape, grad_keys.layout)
+    return buffers
+
+
+@gluon.jit
+def make_ds_exchange(DTYPE: gl.constexpr, DQ_WARPGROUP: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_M, WARPGROUP_M], DTYPE)
     shape: gl.constexpr = [DS_STAGES * 2, WARPGROUP_M, WARPGROUP_M]
     buffers = gl.allocate_shared_memory(DTYPE, shape, LAYOUT)
-    return DsExchange(buffers, make_mbarriers(DS_STAGES * 2, 1))
+    full_barriers = make_mbarriers(DS_STAGES * 2, 1)
+    empty_barriers = full_barriers  # not used
+    if DQ_WARPGROUP:
+        empty_barriers = make_mbarriers(DS_STAGES, 1)
+    return DsExchange(buffers, full_barriers, empty_barriers)
 
 
 @gluon.jit
 def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
              QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
-             KEY_STAGES: gl.constexpr):  # fmt: skip
-    """Computes dK and dV of 64 keys of each work tile, and half of dQ of all queries."""
+             KEY_STAGES: gl.constexpr, DQ_WARPGROUP: gl.constexpr):  # fmt: skip
+    """Computes dK and dV of 64 keys of each work tile, and half of dQ of all queries unless there
+    is a dQ warpgroup.
+    """
     HEAD_DIMS: gl.constexpr = pipelines.key_pipeline.buffers.shape[4]
-    ALTERNATE_TILES: gl.constexpr = adds_alternate_tiles(
-        pipelines.dq_buffers, pipelines.key_pipeline.buffers
-    )
     GRAD_LAYOUT: gl.constexpr = accumulator_layout(HEAD_DIMS)
-    # dV and dK are stored through the buffer of dQ.
     grad_buffer = reinterpret(
-        pipelines.dq_buffers.index(WARPGROUP), grad_keys.dtype, grad_keys.block_type.shape,
+        pipelines.grad_buffers.index(WARPGROUP), grad_keys.dtype, grad_keys.block_type.shape,
         grad_keys.layout,
     )  # fmt: skip
     release_all_stages(pipelines.query_pipeline)
@@ -232,12 +279,13 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
         kv_buffer = key_state.stage * 2
         states = TileStates(states.query, states.ds, kv_buffer)
         for warpgroup in gl.static_range(2):
-            buffer_state = warpgroup_state(key_state, 2, warpgroup)
-            consumer_wait(pipelines.key_pipeline, buffer_state)
+            if not DQ_WARPGROUP or warpgroup == WARPGROUP:
+                buffer_state = warpgroup_state(key_state, 2, warpgroup)
+                consumer_wait(pipelines.key_pipeline, buffer_state)
         kv_state = PipelineState(kv_buffer + WARPGROUP, key_state.phase)
         consumer_wait(pipelines.value_pipeline, kv_state)
         kv_operands = None, None
-        if ALTERNATE_TILES:
+        if DQ_WARPGROUP and params.dropout.threshold is None:
             key = load_operand_a(pipelines.key_pipeline, kv_buffer + WARPGROUP)
             value = load_operand_a(pipelines.value_pipeline, kv_buffer + WARPGROUP)
             kv_operands = key, value
@@ -248,12 +296,13 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
             if work.blocks.n_partial + work.blocks.n_full > 0:
                 dk, dv, states = mainloop(
                     dk, dv, states, kv_operands, dq_accumulator, pipelines, params, work.blocks,
-                    batch, head, key_start, WARPGROUP, MASKED, STAGES, GRAD_LAYOUT,
+                    batch, head, key_start, WARPGROUP, MASKED, STAGES, GRAD_LAYOUT, DQ_WARPGROUP,
                 )  # fmt: skip
             work, work_state = receive_work(params, work_state)
         for warpgroup in gl.static_range(2):
-            buffer_state = warpgroup_state(key_state, 2, warpgroup)
-            consumer_release(pipelines.key_pipeline, buffer_state)
+            if not DQ_WARPGROUP or warpgroup == WARPGROUP:
+                buffer_state = warpgroup_state(key_state, 2, warpgroup)
+                consumer_release(pipelines.key_pipeline, buffer_state)
         consumer_release(pipelines.value_pipeline, kv_state)
         key_state = advance(key_state, KEY_STAGES)
         dk = dk * (params.scale_log2 * LN2)
@@ -265,12 +314,13 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
 
 
 @gluon.constexpr_function
-def adds_alternate_tiles(dq_buffers, key_buffers):
-    """Whether a warpgroup adds all dims of every other tile of dQ, not half of the dims of all.
+def has_dq_warpgroup(dq_accumulator, keys):
+    """Whether all dims of a tile are added to dQ at a time, which the dQ warpgroup does.
 
-    In that case its registers can also hold its K and V.
+    In that case the registers of the other warpgroups can also hold their K and V.
     """
-    return added_dims(dq_buffers) == key_buffers.shape[4]
+    rows, columns = dq_accumulator.block_type.shape
+    return rows * columns == WARPGROUP_M * keys.block_type.shape[3]
 
 
 @gluon.jit
@@ -295,50 +345,33 @@ def store_gradient(descriptor, buffer, gradient, batch, head, token):
 @gluon.jit
 def mainloop(dk, dv, states, kv_operands, dq_accumulator, pipelines, params, blocks, batch, head,
              key_start, WARPGROUP: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
-             GRAD_LAYOUT: gl.constexpr):  # fmt: skip
+             GRAD_LAYOUT: gl.constexpr, DQ_WARPGROUP: gl.constexpr):  # fmt: skip
     """All tiles of queries of a head; there is at least one block.
 
     kv_operands: K and V of this warpgroup in registers, or None and None
     """
     bh = batch * params.sizes.heads + head
-    # If each warpgroup adds dQ of every other tile, `tile_in_block` must be a constant.
-    ALTERNATE_TILES: gl.constexpr = adds_alternate_tiles(
-        pipelines.dq_buffers, pipelines.key_pipeline.buffers
-    )
-    TILES_PER_STEP: gl.constexpr = TILES_PER_BLOCK if ALTERNATE_TILES else 1
     first_tile = first_tile_of_head(bh, params)
     n_tiles = (blocks.n_partial + blocks.n_full) * TILES_PER_BLOCK
     block = block_index(params, blocks, 0)
     dk, dv, ds = mma_one_tile(
         dk, dv, None, None, None, states, kv_operands, dq_accumulator, pipelines, params, blocks,
-        bh, key_start, 0, WARPGROUP, MASKED, GRAD_LAYOUT,
+        bh, key_start, 0, WARPGROUP, MASKED, GRAD_LAYOUT, DQ_WARPGROUP,
     )  # fmt: skip
-    for i in range(1, n_tiles + 1 - TILES_PER_STEP, TILES_PER_STEP):
-        next_block = block_index(params, blocks, (i + TILES_PER_STEP - 1) // TILES_PER_BLOCK)
-        for tile_in_block in gl.static_range(TILES_PER_STEP):
-            tile = first_tile + block * TILES_PER_BLOCK + (i + tile_in_block - 1) % TILES_PER_BLOCK
-            next_states = advance_states(states, STAGES)
-            dk, dv, ds = mma_one_tile(
-                dk, dv, ds, states, owned_tile(tile, tile_in_block, WARPGROUP, ALTERNATE_TILES),
-                next_states, kv_operands, dq_accumulator, pipelines, params, blocks, bh, key_start,
-                i + tile_in_block, WARPGROUP, MASKED, GRAD_LAYOUT,
-            )  # fmt: skip
-            states = next_states
-        block = next_block
-    tile = first_tile + block * TILES_PER_BLOCK
-    last_tile = owned_tile(
-        tile + (TILES_PER_BLOCK - 1), TILES_PER_BLOCK - 1, WARPGROUP, ALTERNATE_TILES
-    )
-    if ALTERNATE_TILES:
+    for i in range(1, n_tiles):
+        next_block = block_index(params, blocks, i // TILES_PER_BLOCK)
+        prev_dq_tile = None
+        if not DQ_WARPGROUP:
+            prev_dq_tile = first_tile + block * TILES_PER_BLOCK + (i - 1) % TILES_PER_BLOCK
         next_states = advance_states(states, STAGES)
         dk, dv, ds = mma_one_tile(
-            dk, dv, ds, states, owned_tile(tile, 0, WARPGROUP, ALTERNATE_TILES), next_states,
-            kv_operands, dq_accumulator, pipelines, params, blocks, bh, key_start, n_tiles - 1,
-            WARPGROUP, MASKED, GRAD_LAYOUT,
+            dk, dv, ds, states, prev_dq_tile, next_states, kv_operands, dq_accumulator, pipelines,
+            params, blocks, bh, key_start, i, WARPGROUP, MASKED, GRAD_LAYOUT, DQ_WARPGROUP,
         )  # fmt: skip
         states = next_states
+        block = next_block
     dk = issue_dk_mma(dk, ds, pipelines, states)
-    if last_tile is None:
+    if DQ_WARPGROUP:
         dk = warpgroup_mma_wait(0, deps=(dk,))
     else:
         dq = issue_dq_mma(pipelines, states, WARPGROUP)
@@ -347,7 +380,8 @@ def mainloop(dk, dv, states, kv_operands, dq_accumulator, pipelines, params, blo
         dq_buffer = pipelines.dq_buffers.index(WARPGROUP)
         store_to_shared(dq_buffer, dq)
         fence_async_shared()
-        reduce_add(dq_accumulator, dq_buffer, last_tile, WARPGROUP, ALTERNATE_TILES)
+        last_tile = first_tile + block * TILES_PER_BLOCK + (TILES_PER_BLOCK - 1)
+        reduce_add(dq_accumulator, dq_buffer, last_tile * 2 + WARPGROUP)
     consumer_release(pipelines.query_pipeline, states.query)
     return dk, dv, advance_states(states, STAGES)
 
@@ -362,16 +396,15 @@ def advance_states(states, STAGES: gl.constexpr):
 @gluon.jit
 def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands, dq_accumulator,
                  pipelines, params, blocks, bh, key_start, i, WARPGROUP: gl.constexpr,
-                 MASKED: gl.constexpr, GRAD_LAYOUT: gl.constexpr):  # fmt: skip
+                 MASKED: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
+                 DQ_WARPGROUP: gl.constexpr):  # fmt: skip
     """(dK + dS_{i-1}^T Q_{i-1}, dV + P_i^T dO_i, dS_i^T); adds dS_{i-1} K to dQ.
 
     prev_states:  those of tile i - 1, None at the first tile
-    prev_dq_tile: index of tile i - 1 in the accumulator of dQ, None if the other warpgroup adds it
+    prev_dq_tile: index of tile i - 1 in the accumulator of dQ, None at the first tile or if the dQ
+        warpgroup adds it
     """
     S_LAYOUT: gl.constexpr = accumulator_layout(WARPGROUP_M)
-    ALTERNATE_TILES: gl.constexpr = adds_alternate_tiles(
-        pipelines.dq_buffers, pipelines.key_pipeline.buffers
-    )
     state = states.query
     key, value = kv_operands
     if key is None:
@@ -406,6 +439,10 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
     # The buffer of dQ is written below, so its previous TMA reduction must have completed.
     if prev_dq_tile is not None:
         tma_store_wait(0)
+    if DQ_WARPGROUP:
+        # The dQ warpgroup must have read the previous dS of the buffer that is written below.
+        ds_empty = pipelines.ds_exchange.empty_barriers.index(states.ds.stage)
+        mbarrier.wait(ds_empty, states.ds.phase ^ 1)
     dk, scores = warpgroup_mma_wait(1, deps=(dk, scores))
     p = gl.exp2(scores * params.scale_log2)
     if MASKED and i < n_masked:
@@ -413,7 +450,8 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
     p_dropped = p
     if params.dropout.threshold is not None:
         p_dropped = where_bit(word, bit, p)
-    p = p.to(value.dtype)  # 16 bits, so that registers hold dQ beside dV
+    if not DQ_WARPGROUP:
+        p = p.to(value.dtype)  # 16 bits, so that registers hold dQ beside dV
     # dV += P^T dO: [64 keys, 64 queries] [64 queries, D] -> [64 keys, D]
     p_dropped = as_operand_a(p_dropped, value.dtype, GRAD_LAYOUT)
     dv = warpgroup_mma(p_dropped, grad_out, dv, is_async=True)
@@ -424,7 +462,9 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
     if params.dropout.threshold is not None:
         dp = where_bit(word, bit, dp) * params.dropout.keep_scale + minus_delta
     # dS^T = P^T * (dP^T - delta): [64 keys, 64 queries]
-    ds = (to_float32(p) * dp).to(value.dtype)
+    if not DQ_WARPGROUP:
+        p = to_float32(p)
+    ds = (p * dp).to(value.dtype)
     ds_buffer = states.ds.stage * 2 + WARPGROUP
     pipelines.ds_exchange.buffers.index(ds_buffer).store(ds)
     dq_buffer = pipelines.dq_buffers.index(WARPGROUP)
@@ -433,12 +473,12 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
     else:
         dv, dq = warpgroup_mma_wait(0, deps=(dv, dq))
         store_to_shared(dq_buffer, dq)
-    # One fence for dS, which wgmma reads, and dQ, which TMA reads. Signalling dS earlier needs a
-    # second fence, which was up to 4 % slower.
+    # One fence for dS, which wgmma reads, and dQ, which TMA reads. Signalling dS before that wait
+    # was slower: up to 4 % with a second fence for dQ, 1 % beside the dQ warpgroup.
     fence_async_shared()
     mbarrier.arrive(pipelines.ds_exchange.full_barriers.index(ds_buffer), count=1)
     if prev_dq_tile is not None:
-        reduce_add(dq_accumulator, dq_buffer, prev_dq_tile, WARPGROUP, ALTERNATE_TILES)
+        reduce_add(dq_accumulator, dq_buffer, prev_dq_tile * 2 + WARPGROUP)
     if prev_states is not None:
         consumer_release(pipelines.query_pipeline, prev_states.query)
     consumer_release(pipelines.grad_out_pipeline, state)
@@ -478,15 +518,12 @@ def issue_dk_mma(dk, ds, pipelines, states):
 
 @gluon.jit
 def issue_dq_mma(pipelines, states, WARPGROUP: gl.constexpr):
-    """The part of dS K that this warpgroup adds to dQ, in flight.
+    """This warpgroup's half of the dims of dS K, in flight.
 
     Two products, one for the keys of each warpgroup: [64 queries, 64 keys] [64 keys, added dims]
     -> [64 queries, added dims].
     """
     ADDED_DIMS: gl.constexpr = added_dims(pipelines.dq_buffers)
-    ALTERNATE_TILES: gl.constexpr = adds_alternate_tiles(
-        pipelines.dq_buffers, pipelines.key_pipeline.buffers
-    )
     ds_exchange = pipelines.ds_exchange
     dq = gl.zeros([WARPGROUP_M, ADDED_DIMS], gl.float32, accumulator_layout(ADDED_DIMS))
     for i in gl.static_range(2):
@@ -497,7 +534,57 @@ def issue_dq_mma(pipelines, states, WARPGROUP: gl.constexpr):
             mbarrier.wait(ds_exchange.full_barriers.index(ds_buffer), states.ds.phase)
         ds = ds_exchange.buffers.index(ds_buffer).permute((1, 0))
         key = stage_matrix(pipelines.key_pipeline, opaque(states.kv_buffer + warpgroup))
-        if not ALTERNATE_TILES:
-            key = key.slice(WARPGROUP * ADDED_DIMS, ADDED_DIMS, dim=1)
+        key = key.slice(WARPGROUP * ADDED_DIMS, ADDED_DIMS, dim=1)
         dq = warpgroup_mma(ds, key, dq, use_acc=i == 1, is_async=True)
     return dq
+
+
+@gluon.jit
+def dq_warpgroup(dq_accumulator, pipelines, params, QHEADS_PER_KVHEAD: gl.constexpr,
+                 KEY_STAGES: gl.constexpr):  # fmt: skip
+    """Adds dS K of all tiles of queries of each work tile to dQ."""
+    ds_state, key_state = PipelineState(0, 0), PipelineState(0, 0)
+    work_state = PipelineState(0, 0)
+    work, work_state = receive_work(params, work_state)
+    while work.row >= 0:
+        batch, kv_head = work.batch, work.head
+        for warpgroup in gl.static_range(2):
+            consumer_wait(pipelines.key_pipeline, warpgroup_state(key_state, 2, warpgroup))
+        for i_head in range(QHEADS_PER_KVHEAD):
+            bh = batch * params.sizes.heads + kv_head * QHEADS_PER_KVHEAD + i_head
+            first_tile = first_tile_of_head(bh, params)
+            n_tiles = (work.blocks.n_partial + work.blocks.n_full) * TILES_PER_BLOCK
+            for i in range(n_tiles):
+                block = block_index(params, work.blocks, i // TILES_PER_BLOCK)
+                tile = first_tile + block * TILES_PER_BLOCK + i % TILES_PER_BLOCK
+                add_one_tile(dq_accumulator, pipelines, ds_state, key_state.stage * 2, tile)
+                ds_state = advance(ds_state, DS_STAGES)
+            work, work_state = receive_work(params, work_state)
+        for warpgroup in gl.static_range(2):
+            consumer_release(pipelines.key_pipeline, warpgroup_state(key_state, 2, warpgroup))
+        key_state = advance(key_state, KEY_STAGES)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def add_one_tile(dq_accumulator, pipelines, ds_state, kv_buffer, tile):
+    """Adds dS K, [64 queries, 128 keys] [128 keys, D], to a tile of dQ."""
+    HEAD_DIMS: gl.constexpr = added_dims(pipelines.dq_buffers)
+    ds_exchange = pipelines.ds_exchange
+    dq = gl.zeros([WARPGROUP_M, HEAD_DIMS], gl.float32, accumulator_layout(HEAD_DIMS))
+    for warpgroup in gl.static_range(2):
+        ds_buffer = ds_state.stage * 2 + warpgroup
+        mbarrier.wait(ds_exchange.full_barriers.index(ds_buffer), ds_state.phase)
+        ds = ds_exchange.buffers.index(ds_buffer).permute((1, 0))
+        key = stage_matrix(pipelines.key_pipeline, opaque(kv_buffer + warpgroup))
+        dq = warpgroup_mma(ds, key, dq, use_acc=warpgroup == 1, is_async=True)
+    # There are as many buffers of dQ as stages of dS. The TMA reduction from this one, two tiles
+    # ago, must have read it.
+    tma_store_wait(DS_STAGES - 1)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    dq_buffer = pipelines.dq_buffers.index(ds_state.stage)
+    store_to_shared(dq_buffer, dq)
+    fence_async_shared()
+    # Triton synchronises the warps here, each of which must have read dS.
+    mbarrier.arrive(ds_exchange.empty_barriers.index(ds_state.stage), count=1)
+    reduce_add(dq_accumulator, dq_buffer, tile)

@@ -51,14 +51,6 @@ def first_tile_of_head(bh, params):
 
 
 @gluon.jit
-def owned_tile(tile, tile_in_block, WARPGROUP: gl.constexpr, ALTERNATE_TILES: gl.constexpr):
-    """The tile, or None if the other warpgroup adds this tile of a block."""
-    if ALTERNATE_TILES and tile_in_block != WARPGROUP:
-        tile = None
-    return tile
-
-
-@gluon.jit
 def store_to_shared(buffer, dq):
     """Stores dQ, an accumulator [64, added_dims], to the shared memory that TMA adds from."""
     UNSWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -67,12 +59,11 @@ def store_to_shared(buffer, dq):
 
 
 @gluon.jit
-def reduce_add(dq_accumulator, buffer, tile, WARPGROUP: gl.constexpr,
-               ALTERNATE_TILES: gl.constexpr):  # fmt: skip
-    """Adds a buffer to dQ by a TMA reduction: a tile, or this warpgroup's half of its dims."""
-    box = tile
-    if not ALTERNATE_TILES:
-        box = tile * 2 + WARPGROUP
+def reduce_add(dq_accumulator, buffer, box):
+    """Adds a buffer to dQ by a TMA reduction.
+
+    box: index of a tile, or of half of its dims; the size of a box is that of the buffer
+    """
     tma_reduce_add(dq_accumulator, [box * buffer.shape[0], 0], buffer)
 
 

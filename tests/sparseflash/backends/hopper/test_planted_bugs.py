@@ -208,43 +208,55 @@ ONE_WARPGROUP = {
         "device.masking", BOUNDS, Replace("bit_tile_words", "params.block // 32", "128 // 32")
     ),
 }
+FUSED = "kernels.backward_fused"
 ALL_GRADIENTS = {
-    "dS of the other warpgroup is not waited for": planted(
-        "kernels.backward_fused", NUMBERS, Drop(Call("issue_dq_mma", "wait"))
-    ),
-    "dS has one buffer: it is overwritten before it is read": planted(
-        "kernels.backward_fused", DEADLOCK, Constant("DS_STAGES", "gl.constexpr(1)")
-    ),
-    "dQ is overwritten before it is stored": planted(
-        "kernels.backward_fused", NUMBERS, Drop(Call("mma_one_tile", "tma_store_wait"))
-    ),
-    "dQ is added to that of the next tile": planted(
-        "kernels.backward_fused",
-        NUMBERS,
-        Replace("mainloop", "i + tile_in_block - 1", "i + tile_in_block"),
-    ),
     "Q of this tile is released in place of the last one": planted(
-        "kernels.backward_fused",
+        FUSED,
         DEADLOCK,
         Argument(Call("mma_one_tile", "consumer_release", "query_pipeline"), 1, "state"),
     ),
     "empty barriers of K count one warpgroup": planted(
-        "kernels.backward_fused",
-        DEADLOCK,
-        Argument(Call("backward_fused_kernel", "make_pipeline", "keys"), 2, "1"),
-    ),
-    "K of the first stage is read in every row": planted(
-        "kernels.backward_fused",
-        NUMBERS,
-        Replace(
-            "issue_dq_mma", "states.kv_buffer + warpgroup", "states.kv_buffer * 0 + warpgroup"
-        ),
+        FUSED, DEADLOCK, Argument(Call("backward_fused_kernel", "make_pipeline", "keys"), 2, "1")
     ),
     "a full tile is masked": planted(
-        "kernels.backward_fused", NUMBERS, Replace("mma_one_tile", "i < n_masked", "i <= n_masked")
+        FUSED, NUMBERS, Replace("mma_one_tile", "i < n_masked", "i <= n_masked")
     ),
 }
-AT_64_ALONE = ("K of the first stage is read in every row",)  # 128 dims have one stage of K
+WITHOUT_DQ_WARPGROUP = {
+    "dS of the other warpgroup is not waited for": planted(
+        FUSED, NUMBERS, Drop(Call("issue_dq_mma", "wait"))
+    ),
+    "dS has one buffer: it is overwritten before it is read": planted(
+        FUSED, DEADLOCK, Constant("DS_STAGES", "gl.constexpr(1)")
+    ),
+    "dQ is overwritten before it is stored": planted(
+        FUSED, NUMBERS, Drop(Call("mma_one_tile", "tma_store_wait"))
+    ),
+    "dQ is added to that of the next tile": planted(
+        FUSED, NUMBERS, Replace("mainloop", "i - 1", "i")
+    ),
+}
+DQ_WARPGROUP = {
+    "dS is not waited for": planted(FUSED, DEADLOCK, Drop(Call("add_one_tile", "wait"))),
+    "dS is overwritten before it is read": planted(
+        FUSED, DEADLOCK, Drop(Call("mma_one_tile", "wait", "ds_empty"))
+    ),
+    "dQ is overwritten before it is stored": planted(
+        FUSED, NUMBERS, Drop(Call("add_one_tile", "tma_store_wait"))
+    ),
+    "dQ is added to that of the next tile": planted(
+        FUSED, NUMBERS, Replace("dq_warpgroup", "i % TILES_PER_BLOCK", "(i + 1) % TILES_PER_BLOCK")
+    ),
+    "K of the first stage is read in every row": planted(
+        FUSED, NUMBERS, Argument(Call("dq_warpgroup", "add_one_tile"), 3, "0")
+    ),
+    "K is released by the dQ warpgroup alone": planted(
+        FUSED, DEADLOCK, Drop(Call("consumer", "consumer_release", "key_pipeline"))
+    ),
+    "work tiles are released without the dQ warpgroup": planted(
+        FUSED, DEADLOCK, Replace("backward_fused_kernel", "3 if DQ_WARPGROUP else 2", "2")
+    ),
+}
 
 
 def two_warpgroups(head_dim):
@@ -304,12 +316,17 @@ def test_all_gradients_without_a_bug(head_dim):
         all_gradients(head_dim)
 
 
+BUGS_OF_ALL_GRADIENTS = [
+    *((64, bug, at) for bug, at in (ALL_GRADIENTS | DQ_WARPGROUP).items()),
+    *((128, bug, at) for bug, at in (ALL_GRADIENTS | WITHOUT_DQ_WARPGROUP).items()),
+]
+
+
 @pytest.mark.parametrize(
-    ("bug", "head_dim"),
-    [(bug, 64) for bug in ALL_GRADIENTS]
-    + [(bug, 128) for bug in ALL_GRADIENTS if bug not in AT_64_ALONE],
+    ("head_dim", "planted_bug"),
+    [pytest.param(dim, at, id=f"{dim}-{bug}") for dim, bug, at in BUGS_OF_ALL_GRADIENTS],
 )
-def test_all_gradients(bug, head_dim):
-    module, found, changes = ALL_GRADIENTS[bug]
+def test_all_gradients(head_dim, planted_bug):
+    module, found, changes = planted_bug
     with simulation({module: changes}), pytest.raises(FOUND, match=found):
         all_gradients(head_dim)
