@@ -61,7 +61,7 @@ def check_floating(name: str, tensor: Any) -> None:
 def check_dtype(name: str, tensor: Any, *dtypes: torch.dtype) -> None:
     """Raises TypeError for anything but a tensor of one of the dtypes."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes:
-        got = getattr(tensor, "dtype", type(tensor).__name__)
+        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         article = "an" if known.startswith("i") else "a"
         raise TypeError(f"{name} must be {article} {known} tensor, got {got}")

@@ -85,12 +85,16 @@ def text(mask: BlockMask, most: int = COLUMNS // 2) -> str:
     """The mask of the first head as text; rows are queries, columns are keys.
 
     A character is darker if more pairs attend, and blank only if none does.
+
+    Args:
+        mask: The mask.
+        most: Largest number of rows and of columns, each column of two characters.
     """
     cells = (cell_density(mask, most) * (len(_SHADES) - 1)).ceil().int()
     return "\n".join("".join(_SHADES[c] * 2 for c in row) for row in cells.tolist())
 
 
-def save(mask: BlockMask, path: Path, title: str) -> None:
+def save(mask: BlockMask, path: Path | str, title: str) -> None:
     """Writes a picture with one cell for each block, or at most 512 cells in a row.
 
     A cell is darker if more of its pairs attend. Each distinct mask of a head gets a picture, up
