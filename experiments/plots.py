@@ -290,13 +290,21 @@ def _density_axis(ax: Axes) -> None:
 
 
 def _legend(figure: Figure, rows: list[Measurement], families: dict[str, int]) -> None:
-    """Patterns by colour, then implementations by line, at the right of the panels."""
+    """Patterns by colour, then implementations by line and fill, at the right of the panels."""
     patterns = [
         Line2D([], [], label=family, **_look("sparseflash", family, families))
         for family in families
     ]
     implementations = [
-        Line2D([], [], color="#444444", ls=STYLES.get(name, "-"), label=NAMES.get(name, name))
+        Line2D(
+            *([], []),
+            color="#444444",
+            linestyle=STYLES.get(name, "-"),
+            marker="o",
+            markersize=4,
+            fillstyle="full" if name == "sparseflash" else "none",
+            label=NAMES.get(name, name),
+        )
         for name in dict.fromkeys(r.implementation for r in rows)
     ]
     handles = [*patterns, Line2D([], [], linestyle="none"), *implementations]
