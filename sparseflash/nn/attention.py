@@ -84,10 +84,10 @@ class SparseAttention(nn.Module):
         self.value_dim = self.head_dim
         if value_dim is not None:
             self.value_dim = check_integer("value_dim", value_dim, least=1)
-        if rotary is not None and rotary.head_dim != self.head_dim:
+        got = getattr(rotary, "head_dim", rotary)  # itself if it is not a Rotary
+        if rotary is not None and got != self.head_dim:
             raise ValueError(
-                f"rotary must have head_dim {self.head_dim} (embed_dim / num_heads), got "
-                f"{rotary.head_dim}"
+                f"rotary must have head_dim {self.head_dim} (embed_dim / num_heads), got {got}"
             )
         if not isinstance(dropout, Real) or not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")

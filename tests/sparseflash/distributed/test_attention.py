@@ -34,6 +34,18 @@ def check_exact(answers, within=EXACT):
         assert max(answer.values()) < within, answer
 
 
+def test_gradients_that_are_negated_views():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    plan = make_plan(masks.causal()(40, 16), 1)
+    query = torch.randn(1, 1, 40, 16, device=device, requires_grad=True)
+    out = context_parallel_attention(query, query, query, plan, backend="triton")
+    (expected,) = torch.autograd.grad(out.sum(), query, retain_graph=True)
+    total = (torch.complex(torch.zeros_like(out), out).conj() * 1j).real.sum()
+    torch.testing.assert_close(torch.autograd.grad(total, query)[0], expected)
+    with pytest.raises(TypeError, match="query must be an ordinary tensor, got a negated view"):
+        context_parallel_attention(torch.complex(query, query).conj().imag, out, out, plan)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
     ("strategy", "split"),

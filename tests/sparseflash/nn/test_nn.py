@@ -349,6 +349,7 @@ def test_copies_share_their_pattern():
         (lambda: SparseAttention.from_torch(None), "module must be a torch.nn.*, got NoneType"),
         (lambda: KeyValueCache(1, 4, 5, 8, dtype="bf16"), "dtype must be .*, got 'bf16'"),
         (lambda: SparseAttention(32, 4, rotary=Rotary(16)), "rotary must have head_dim 8"),
+        (lambda: SparseAttention(32, 4, rotary=True), "rotary must have head_dim 8 .* got True"),
         (lambda: SparseAttention.from_torch(torch_attention(add_bias_kv=True)), "add_bias_kv"),
         (lambda: SparseAttention.from_torch(torch_attention(add_zero_attn=True)), "add_zero_attn"),
         (lambda: Rotary(7), "head_dim must be even"),
