@@ -10,17 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from masks import BlockMask, DynamicMask
-from sparseflash.arguments import (
-    are_plain,
-    check_key_lengths,
-    check_sinks,
-    checked_bias,
-    checked_block_scores,
-    checked_seed,
-    checked_tensors,
-    lengths_in_range,
-    requires_gradient,
-)
+from sparseflash import arguments
 from sparseflash.dispatch.call import Call, Positions
 from sparseflash.dispatch.plan import find_plan
 from sparseflash.dispatch.spec import CallFacts
@@ -57,8 +47,8 @@ class Prepared:
             "heads of key": key.shape[1],
             "value_dim": self.value.shape[3],
             "dtype": str(query.dtype),
-            "gradient of key or value": requires_gradient(self.key)
-            or requires_gradient(self.value),
+            "gradient of key or value": arguments.requires_gradient(self.key)
+            or arguments.requires_gradient(self.value),
             "options": repr(AttentionOptions(**self.options)),
         }
 
@@ -147,24 +137,22 @@ def prepare(
         BackendError: No backend can compute the call.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if isinstance(tensor, Tensor) and not are_plain(tensor):
+        if isinstance(tensor, Tensor) and not arguments.are_plain(tensor):
             kind = "negated view" if tensor.is_neg() else type(tensor).__name__
             raise TypeError(f"{name} must be an ordinary tensor, got a {kind}")
-    query, key, value = checked_tensors(query, key, value, key_lengths)
+    query, key, value = arguments.checked_tensors(query, key, value, key_lengths)
     rank = 0 if group is None else group.rank()
     plan.check_length("query", query, rank, 2)
     plan.check_length("key", key, rank, 2)
     checked = AttentionOptions(**options)
     read = checked_score_tensors(checked.score, score_tensors, query)
-    if key_lengths is not None:
-        check_key_lengths(key_lengths, query)
     if bias is not None:
-        bias = checked_bias(bias, query, plan.seq_len, plan.seq_len)
+        bias = arguments.checked_bias(bias, query, plan.seq_len, plan.seq_len)
     if sinks is not None:
-        check_sinks(sinks, query)
+        arguments.check_sinks(sinks, query)
     if mask is not None:
         _check_selected(mask, plan, rank)
-    seed_tensor = checked_seed(seed, checked.dropout_p)
+    seed_tensor = arguments.checked_seed(seed, checked.dropout_p)
     allowed = sorted({1, key.shape[1], query.shape[1]})
     if plan.mask.num_heads not in allowed:
         names = " or ".join(map(str, allowed))
@@ -180,12 +168,12 @@ def prepare(
     facts = CallFacts.of(own_mask, key_lengths is not None, bias, False, score_tensors)
     prepared = Prepared(
         *(query, key, value, plan, plan.part(rank, query.device, groups), group, mask),
-        lengths=lengths_in_range(key_lengths, plan.seq_len, query.device),
+        lengths=arguments.lengths_in_range(key_lengths, plan.seq_len, query.device),
         bias=bias,
         seed=0 if seed_tensor is None else int(seed_tensor),
         options=options,
         call_facts=facts._replace(positions=True),
-        block_scores=None if mask is None else checked_block_scores(mask),
+        block_scores=None if mask is None else arguments.checked_block_scores(mask),
         score_tensors=read,
     )
     prepared.check_backend()
