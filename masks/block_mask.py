@@ -18,13 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from masks._core import block_set, convert, reblock, slicing
 from masks._core.block_set import EMPTY, BlockSet
-from masks._core.grid import (
-    TABLE_SIDES,
-    Grid,
-    OnGrid,
-    canonical_device,
-    checked_block_size,
-)
+from masks._core.grid import Grid, OnGrid, canonical_device, checked_block_size
 from masks._core.transpose import transpose
 from masks.arguments import check_dtype, check_floating, check_index, check_integer
 from masks.lookup_table import LookupTable, compile_selected, compile_table
@@ -240,8 +234,7 @@ class BlockMask(OnGrid, Caching, Handled):
             The table.
         """
         device = self.device if device is None else canonical_device(device)
-        block_size = self.block_size if block_size is None else block_size
-        key = (device, checked_block_size(block_size, TABLE_SIDES))
+        key = (device, self.block_size if block_size is None else checked_block_size(block_size))
         if ("table", *key) not in self.cache:
             table = compile_table(reblock.reblock(self.block_set, key[1]))
             self.cache["table", *key] = table.to(device)
@@ -252,17 +245,16 @@ class BlockMask(OnGrid, Caching, Handled):
 
         coverage = area of the blocks of this mask / area of the larger blocks that contain any
 
-        If the sides of neither divide those of the other, the non-zero parts that both consist of
-        are counted. It is cached for each block size.
+        It is cached for each block size.
 
         Args:
             block_size: Size of the larger blocks in tokens, one number or (bq, bk).
 
         Returns:
-            A number from 0 to 1; 1 if `block_size` divides that of this mask.
+            A number from 0 to 1; 1 if the blocks of this mask are at least as large.
         """
-        block_size = checked_block_size(block_size, TABLE_SIDES)
-        if self.grid.bq % block_size[0] == 0 and self.grid.bk % block_size[1] == 0:
+        block_size = checked_block_size(block_size)
+        if self.grid.bq >= block_size[0] and self.grid.bk >= block_size[1]:
             return 1.0
         if ("coverage", block_size) not in self.cache:
             self.cache["coverage", block_size] = reblock.coverage(self.block_set, block_size)
@@ -346,7 +338,7 @@ class BlockMask(OnGrid, Caching, Handled):
         Returns:
             A mask in which the same pairs attend.
         """
-        return BlockMask(reblock.reblock(self.block_set, checked_block_size(block_size)))
+        return BlockMask(reblock.reblock(self.block_set, block_size))
 
     def select(self, blocks: Tensor, scores: Tensor | None = None) -> "DynamicMask":
         """Selects the blocks of this mask where `blocks` is true.
@@ -663,8 +655,7 @@ class DynamicMask(OnGrid, Caching):
 
     def coverage(self, block_size: Size) -> float | None:
         """See BlockMask.coverage; None for another block size, as the host does not know it."""
-        same = checked_block_size(block_size, TABLE_SIDES) == self.block_size
-        return 1.0 if same else None
+        return 1.0 if checked_block_size(block_size) == self.block_size else None
 
     @cached_property
     def density(self) -> float:

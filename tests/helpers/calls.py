@@ -25,12 +25,9 @@ def plan_of(query, key, value, mask) -> Plan:
 
 def call_on(
     backend, query, key, mask, value=None, *, key_lengths=None, seed=0, bias=None,
-    score_tensors=(), forward_tile=None, **facts,
+    score_tensors=(), **facts,
 ) -> Call:  # fmt: skip
-    """The call of a mask in its own blocks; facts: see spec_of.
-
-    forward_tile: block size of the table that the forward pass reads, if it is another
-    """
+    """The call of a mask in its own blocks; facts: see spec_of."""
     spec = spec_of(
         *(query, key, mask),
         value=value,
@@ -39,11 +36,7 @@ def call_on(
         **facts,
     )
     table = mask.table(query.device).for_groups(spec.mask_group)
-    forward = None
-    if forward_tile is not None:
-        forward_table = mask.table(query.device, forward_tile).for_groups(spec.mask_group)
-        forward = Plan(spec, backend, forward_table)
-    call = Call(Plan(spec, backend, table, forward=forward), key_lengths, seed, bias)
+    call = Call(Plan(spec, backend, table), key_lengths, seed, bias)
     call.max_logits = empty_max_logits(query) if spec.max_logits else None
     call.score_tensors = checked_score_tensors(spec.score, score_tensors, query)
     return call
