@@ -153,7 +153,7 @@ def test_reasons_are_those_of_the_call_that_was_asked_for(monkeypatch):
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="precision must be"):
         sparseflash.explain(*tensors(), precision="half")
-    with pytest.raises(ValueError, match="bias must be"):
+    with pytest.raises(ValueError, match="bias must have shape"):
         sparseflash.explain(*tensors(), bias=torch.zeros(1, 3))
     with pytest.raises(ValueError, match="sinks must be"):
         sparseflash.explain(*tensors(), sinks=torch.zeros(3))
