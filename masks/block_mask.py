@@ -235,10 +235,9 @@ class BlockMask(OnGrid, Caching, Handled):
         """
         device = self.device if device is None else canonical_device(device)
         key = (device, self.block_size if block_size is None else checked_block_size(block_size))
-        if ("table", *key) not in self.cache:
-            table = compile_table(reblock.reblock(self.block_set, key[1]))
-            self.cache["table", *key] = table.to(device)
-        return self.cache["table", *key]
+        if key not in self.tables:
+            self.tables[key] = compile_table(reblock.reblock(self.block_set, key[1])).to(device)
+        return self.tables[key]
 
     def coverage(self, block_size: Size) -> float:
         """The share of larger blocks that the blocks of this mask cover.
@@ -256,9 +255,9 @@ class BlockMask(OnGrid, Caching, Handled):
         block_size = checked_block_size(block_size)
         if self.grid.bq >= block_size[0] and self.grid.bk >= block_size[1]:
             return 1.0
-        if ("coverage", block_size) not in self.cache:
-            self.cache["coverage", block_size] = reblock.coverage(self.block_set, block_size)
-        return self.cache["coverage", block_size]
+        if ("coverage", block_size) not in self.tables:
+            self.tables["coverage", block_size] = reblock.coverage(self.block_set, block_size)
+        return self.tables["coverage", block_size]
 
     @property
     def T(self) -> "BlockMask":

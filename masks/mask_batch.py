@@ -172,11 +172,11 @@ class MaskBatch(OnGrid, Caching, Handled):
             The table.
         """
         table = self.stacked.table(device, block_size)
-        key = ("table", table.device, table.block_size)
-        if key not in self.cache:
+        key = (table.device, table.block_size)
+        if key not in self.tables:
             heads = table.head_to_mask.view(self.num_batches, self.num_heads)
-            self.cache[key] = replace(table, head_to_mask=heads)
-        return self.cache[key]
+            self.tables[key] = replace(table, head_to_mask=heads)
+        return self.tables[key]
 
     def coverage(self, block_size: Size) -> float:
         """The share of larger blocks that the blocks of these masks cover; see BlockMask.coverage.

@@ -1,5 +1,6 @@
 """Handles by which compiled graphs find masks, and caches that are stored with masks."""
 
+import math
 from dataclasses import fields
 from functools import cached_property
 from itertools import count
@@ -13,15 +14,19 @@ _numbers = count()
 
 
 class Cache(dict):
-    """A dict of at most MAX_ENTRIES, emptied when it is full. Its copies and pickles are empty."""
+    """A dict of at most `most` entries, emptied when full. Its copies and pickles are empty."""
+
+    def __init__(self, most: float = MAX_ENTRIES):
+        super().__init__()
+        self.most = most
 
     def __setitem__(self, key, value):
-        if len(self) >= MAX_ENTRIES:
+        if len(self) >= self.most:
             self.clear()
         super().__setitem__(key, value)
 
     def __reduce__(self):
-        return Cache, ()
+        return Cache, (self.most,)
 
 
 class Caching:
@@ -31,6 +36,11 @@ class Caching:
     def cache(self) -> Cache:
         """Values that other modules store with this object, each under its own keys."""
         return Cache()
+
+    @cached_property
+    def tables(self) -> Cache:
+        """Tables and coverages by what they are of. They live as long as this object."""
+        return Cache(math.inf)
 
 
 class Handled:

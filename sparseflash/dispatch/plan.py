@@ -32,7 +32,8 @@ class _Checked:
     device: torch.device
 
 
-_checked = Cache()
+# Many: without its object a signature no longer finds the plans that were cached with it.
+_checked = Cache(most=2**16)
 
 
 def find_plan(

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import masks
-from masks import registry
-from masks.registry import find
+from masks.registry import MAX_ENTRIES, Cache, find
 
 
 @pytest.mark.parametrize("mask", [masks.causal(), masks.causal()(64, 16)], ids=repr)
@@ -37,12 +36,22 @@ def test_a_handle_without_its_mask():
         find(handle)
 
 
-def test_a_full_cache_is_emptied(monkeypatch):
-    monkeypatch.setattr(registry, "MAX_ENTRIES", 3)
-    cache = masks.full()(64, block_size=64).cache
+def test_a_full_cache_is_emptied():
+    cache = Cache(most=3)
     for n in range(4):
         cache[n] = n
     assert cache == {3: 3}
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_tables_live_as_long_as_their_mask(batch):
+    mask = masks.causal()(64, 16)
+    mask = masks.MaskBatch(masks.stack([mask, mask]), 2) if batch else mask
+    table = mask.table()
+    for n in range(MAX_ENTRIES + 1):
+        mask.cache[n] = n
+    assert mask.cache == {MAX_ENTRIES: MAX_ENTRIES}
+    assert mask.table() is table
 
 
 def test_pickles_carry_neither_tables_nor_caches():

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import masks
 import sparseflash
+from masks.registry import MAX_ENTRIES
 from sparseflash import backends
 from sparseflash.arguments import lengths_in_range
 from sparseflash.backends import cpu
@@ -46,6 +47,16 @@ def test_a_backend_gets_the_table_that_it_reads(only_backend):
     assert plan_of(*tensors, mask) is plan
     found = sparseflash.explain(*tensors, mask)
     assert found.configuration == {"blocks": "(128, 128)"}
+
+
+def test_calls_of_many_lengths_leave_plans_to_their_signatures():
+    query = torch.randn(1, 1, 64, 16)
+    mask = masks.local(8)(64, block_size=16)
+    plan = plan_of(query, query, query, mask)
+    for length in range(1, MAX_ENTRIES + 2):
+        tensor = torch.empty(1, 1, length, 8)
+        plan_of(tensor, tensor, tensor, masks.full()(length, block_size=512))
+    assert plan_of(query, query, query, mask) is plan
 
 
 @pytest.fixture
