@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from importlib.util import find_spec
 from itertools import islice
-from threading import Lock
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -366,7 +366,8 @@ def _read_derivatives(
     return reads
 
 
-_tracing = Lock()  # torch traces in one thread at a time
+# torch traces in one thread at a time; a function that calls another one may trace that too.
+_tracing = RLock()
 # These operations do not change a scalar, but would fail on, or change, a tensor.
 _COPIES = ("alias", "clone", "detach", "expand", "lift_fresh", "lift_fresh_copy", "view")
 
@@ -465,7 +466,9 @@ def _trace(
             module.graph.erase_node(node)
         elif node.target == torch.ops.sparseflash.read.default:
             node.target = _read
-        elif operation.endswith("_"):  # in place: later nodes read its result
+        elif operation.endswith("_") and not operation.startswith(
+            "__"
+        ):  # in place: later nodes read its result
             node.target = getattr(getattr(torch.ops.aten, operation[:-1]), overload)
     module.graph.eliminate_dead_code()
     module.recompile()

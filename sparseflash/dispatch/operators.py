@@ -256,7 +256,10 @@ def _fold_into_batch(operator, info, in_dims, arguments):
     if dims["bias"] is not None or (operator is attention_backward and bound["needs"][3]):
         raise NotImplementedError("bias must be neither mapped nor differentiated under vmap")
     if bound["score"] is not None and find_score_function(bound["score"]).of_batch:
-        raise NotImplementedError("score must not depend on the batch element under vmap")
+        raise NotImplementedError(
+            "score must not depend on the batch element under vmap; one written by hand "
+            "says that it does not by of_batch=False"
+        )
     if bound["blocks"] is not None:
         raise NotImplementedError("mask must not be a DynamicMask under vmap")
     if isinstance(find(bound["mask"]), MaskBatch):

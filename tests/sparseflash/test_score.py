@@ -1,6 +1,7 @@
 """Soft caps, own functions, biases of distances and sinks, on every backend, against float64."""
 
 from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 
 import pytest
 import torch
@@ -377,7 +378,7 @@ def test_threads_that_trace_functions_at_once():
     name = "traced by thread {} for the first time"
     score, *pair = (torch.arange(5), *[torch.zeros((), dtype=torch.int64)] * 4)
 
-    def traced(thread: int) -> torch.Tensor:
+    def traced(thread: int) -> torch.Tensor | float:
         fresh = sparseflash.ScoreFunction.from_torch(name.format(thread), bent_alone)
         return fresh.evaluate(score.double(), *pair)[1]
 
@@ -386,11 +387,44 @@ def test_threads_that_trace_functions_at_once():
     assert all(torch.equal(slope, slopes[0]) for slope in slopes)
 
 
+def test_a_function_that_calls_another_one():
+    far = sparseflash.ScoreFunction.from_torch(
+        "far", lambda s, b, h, q, k: s - 0.1 * (q - k).abs()
+    )
+    both = sparseflash.ScoreFunction.from_torch("both", lambda *a: 2 * far.torch(*a)[0])
+    pair = [torch.tensor(n) for n in (0, 0, 7, 2)]
+    found = []
+    other = Thread(
+        target=lambda: found.append(both.evaluate(torch.tensor(1.0).double(), *pair)), daemon=True
+    )
+    other.start()
+    other.join(60)
+    assert found == [(1.0, 2.0)]  # 2 (1 - 0.1 * 5), and its derivative
+
+
+@pytest.mark.interpret
+def test_products_of_integers_have_64_bits():
+    def wide(score, batch, head, q, k):
+        return (
+            score + (q * 100 * 100 * 100 * 100 + k) % 97 * 0.01 + (q * 127 * 127 * 127 * 127) % 89
+        )
+
+    function = sparseflash.ScoreFunction.from_torch("products of 64 bits", wide)
+    tensors = torch.randn(3, 1, 1, 32, 16).unbind()
+    results = [
+        sparseflash.attention(*tensors, masks.full(), score=function, backend=backend)
+        for backend in ("cpu", "triton")
+    ]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
 TABLE = torch.ones(3)
 REFUSED = {
     "the operation erfinv is not translated": lambda s, *pair: torch.erfinv(s),
     "a conversion to torch.float16 is not translated": lambda s, *pair: s.half().float(),
     "a power of -1 is not translated": lambda s, batch, *pair: s * (-1) ** batch,
+    "a power of 3 is not translated": lambda s, batch, head, q, k: torch.where(3**k > 9, s, -s),
+    "the operation __rshift__ is not translated": lambda s, batch, head, q, k: s + (q >> 2),
     "cannot be traced": lambda s, *pair: s if s > 0 else -s,
     "it may index only tensors that it gets": lambda s, batch, head, *pair: s + TABLE[head],
     "f must have a floating-point dtype, got torch.bool": lambda s, *pair: s > 0,

@@ -256,7 +256,9 @@ def _expression(node: fx.Node, values: list[Any], names: dict[fx.Node, str]) -> 
         return f"{arguments[0]}.to({TYPES[options['dtype']]})"
     if operation in ("add", "sub", "rsub") and "alpha" in options:
         scaled = 0 if operation == "rsub" else 1
-        arguments[scaled] = f"({arguments[scaled]} * {options['alpha']!r})"
+        whole = isinstance(values[scaled], fx.Node) and not _is_float(node)
+        wide = ".to(tl.int64)" if whole else ""
+        arguments[scaled] = f"({arguments[scaled]}{wide} * {options['alpha']!r})"
     if operation == "clamp":
         bounds = [None if x == "None" else x for x in (*arguments[1:], "None", "None")[:2]]
         least, most = options.get("min", bounds[0]), options.get("max", bounds[1])
@@ -272,6 +274,9 @@ def _expression(node: fx.Node, values: list[Any], names: dict[fx.Node, str]) -> 
     if not _is_float(node):
         arguments = _widened(operation, values, arguments)
     if operation == "pow":
+        if not _is_float(node) and isinstance(values[1], fx.Node):
+            base = "an integer" if isinstance(values[0], fx.Node) else values[0]
+            raise UntranslatableError(f"a power of {base} is not translated, unless to a number")
         return _power(values, arguments)
     own = EXPRESSIONS_OF_FLOATS if _is_float(node) else EXPRESSIONS_OF_INTEGERS
     if operation not in EXPRESSIONS:
@@ -280,10 +285,9 @@ def _expression(node: fx.Node, values: list[Any], names: dict[fx.Node, str]) -> 
 
 
 def _widened(operation: str, values: list[Any], arguments: list[str]) -> list[str]:
-    """The arguments, as integers of 64 bits if 32 may be too few for a product or a number."""
-    largest = max((abs(x) for x in values if isinstance(x, int)), default=2**7)
-    grows = operation in ("square", "pow") or (operation == "mul" and largest >= 2**7)
-    if largest < 2**31 and not grows:
+    """The arguments, as integers of 64 bits in products and beside numbers of 2^30 or more."""
+    largest = max((abs(x) for x in values if isinstance(x, int)), default=0)
+    if largest < 2**30 and operation not in ("mul", "square", "pow"):
         return arguments
     pairs = zip(arguments, values, strict=True)
     return [
