@@ -24,7 +24,7 @@ def clear_cache() -> None:
 
     sparseflash caches the masks of the most recent patterns, 128 of them for `attention`. Long
     sequences and many element masks can make them large. The next call of a pattern compiles it
-    again. Masks to which a caller or a CUDA graph refers are not affected.
+    again. Masks that a caller or a graph of torch.compile holds are not affected.
     """
     for cache in _caches:
         cache.cache_clear()

@@ -5,9 +5,9 @@ Forward and backward, every backend and every tile size make the same mask, and 
 Dropout keeps a pair if a random number U of 16 binary digits is at least the threshold. Digit i of
 the numbers of 32 keys is one random word, with a bit for each key, so that one instruction
 compares a digit of all 32. A group of 64 keys has two words of each digit. Four threads hold a row
-of the accumulators of tensor cores, and each has two neighbours out of every eight columns. So
-that two threads hold all keys of a word, the keys k & 4 = 0 of a group have the first word and the
-others the second.
+of the accumulators of tensor cores, and each has two neighbours out of every eight columns. The
+first word of a group has its keys with k & 4 = 0 and the second word the others, so only two
+threads hold the keys of a word.
 """
 
 from functools import lru_cache

@@ -128,7 +128,7 @@ def block_sizes(
     """Compares a pattern in blocks of several sizes.
 
     Small blocks compute fewer pairs that do not attend. Large blocks read less memory and use the
-    tensor cores better. A pattern of blocks, such as butterfly(), is another one in other blocks.
+    tensor cores better. A pattern of blocks, such as butterfly(), attends other pairs in others.
 
     Args:
         pattern: A Pattern, or its text.

@@ -73,8 +73,8 @@ def advise(pattern: PatternText, **shared: Any) -> None:
         _finish(choices, workload, options)
     pairs = {choice.pairs for choice in choices}
     if len(pairs) > 1 and not options.as_json:
-        between = f"{min(pairs):,} and {max(pairs):,}"
-        print(f"A rule of blocks: between {between} pairs attend, depending on the block size.")
+        between = f"{min(pairs):,} to {max(pairs):,}"
+        print(f"Defined on blocks: {between} pairs attend, depending on the block size.")
 
 
 @with_shared_options

@@ -94,7 +94,7 @@ class SparseAttention(nn.Module):
         self.pattern = _parsed_pattern(pattern, num_heads, kv_heads)
         if "dropout_p" in options:
             raise TypeError("dropout_p must be given as dropout, which applies in training only")
-        AttentionOptions(**options, dropout_p=dropout)
+        AttentionOptions(**(options | {"dropout_p": dropout}))
         self.dropout, self.rotary, self.options = dropout, rotary, options
         rows = sum(self._projections)
         self.in_proj_weight = nn.Parameter(

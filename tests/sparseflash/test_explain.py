@@ -155,7 +155,7 @@ def test_bad_input_is_named():
         sparseflash.explain(*tensors(), precision="half")
     with pytest.raises(ValueError, match="bias must have shape"):
         sparseflash.explain(*tensors(), bias=torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="sinks must be"):
+    with pytest.raises(ValueError, match="sinks must have shape"):
         sparseflash.explain(*tensors(), sinks=torch.zeros(3))
     with pytest.raises(ValueError, match="seed must be"):
         sparseflash.explain(*tensors(), seed=2.0, return_lse=True)

@@ -43,8 +43,8 @@ def test_times_are_predicted_for_the_gpu_of_this_machine(monkeypatch, name, pred
 
 
 def test_advise_says_that_a_rule_of_blocks_is_another_pattern_in_other_blocks():
-    assert "A rule of blocks: between" in invoke("advise", "butterfly()", *SIZE).output
-    assert "A rule of blocks" not in invoke("advise", "local(20)", *SIZE).output
+    assert "Defined on blocks:" in invoke("advise", "butterfly()", *SIZE).output
+    assert "Defined on blocks" not in invoke("advise", "local(20)", *SIZE).output
 
 
 @pytest.mark.parametrize("command", [("advise", "full()"), ("search", "--layers", 1)])

@@ -50,7 +50,7 @@ class Dropout(NamedTuple):
 
     seed_low, seed_high: the words of the seed, as signed integers
     threshold:           least random number that keeps a pair
-    keep_scale:          1 / probability of that
+    keep_scale:          1 / the probability that dropout keeps a pair
     """
 
     seed_low: gl.tensor

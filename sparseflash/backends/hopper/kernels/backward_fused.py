@@ -231,7 +231,7 @@ def specialize_warps(queries, grad_outs, lse_delta, keys, values, dq_accumulator
 
 @gluon.jit
 def make_grad_buffers(grad_keys, dq_buffers, DQ_WARPGROUP: gl.constexpr):
-    """Those of dQ, which is no longer needed then, unless the dQ warpgroup uses them."""
+    """Buffers for dV and dK: those of dQ, or new ones if the dQ warpgroup uses these."""
     shape: gl.constexpr = [2] + grad_keys.block_type.shape  # noqa: RUF005 (no star in Gluon)
     buffers = dq_buffers
     if DQ_WARPGROUP:

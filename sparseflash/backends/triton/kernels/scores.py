@@ -11,7 +11,7 @@ from sparseflash.backends.triton_common.dropout import keep_words
 class DropoutState(NamedTuple):
     """Dropout of one bh; passed as an argument only, as block_lists.Shape.
 
-    threshold: least random number that keeps a pair; keep_scale: 1 / probability of that
+    threshold: least random number that keeps a pair; keep_scale: 1 / its probability
     bh: batch index * heads + head, one or a column of them
     """
 

@@ -130,6 +130,14 @@ def test_a_launch_is_repeated_from_the_third_time_on_with_what_has_changed(drive
     assert driver.launched == wanted
 
 
+def test_the_layout_of_launches_is_that_of_the_driver():
+    """CUlaunchConfig of cuda.h: seven unsigned int, a pointer, a pointer, an unsigned int."""
+    config = relaunch.LaunchConfig
+    fields = config.shared_memory, config.stream, config.attributes, config.num_attributes
+    assert [field.offset for field in fields] == [24, 32, 40, 48]
+    assert ctypes.sizeof(config) == 56
+
+
 def test_signatures_and_caches_are_told_apart(driver, table):
     tensors = torch.zeros(3, 8).unbind()
     repeat(table, *tensors)
