@@ -1,6 +1,5 @@
 """Handles by which compiled graphs find masks, and caches that are stored with masks."""
 
-import math
 from dataclasses import fields
 from functools import cached_property
 from itertools import count
@@ -16,7 +15,7 @@ _numbers = count()
 class Cache(dict):
     """A dict of at most `most` entries, emptied when full. Its copies and pickles are empty."""
 
-    def __init__(self, most: float = MAX_ENTRIES):
+    def __init__(self, most: int = MAX_ENTRIES):
         super().__init__()
         self.most = most
 
@@ -38,9 +37,9 @@ class Caching:
         return Cache()
 
     @cached_property
-    def tables(self) -> Cache:
-        """Tables and coverages by what they are of. They live as long as this object."""
-        return Cache(math.inf)
+    def tables(self) -> dict[Any, Any]:
+        """Tables and coverages of this object, which live as long as it does."""
+        return {}
 
 
 class Handled:

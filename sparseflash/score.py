@@ -466,9 +466,8 @@ def _trace(
             module.graph.erase_node(node)
         elif node.target == torch.ops.sparseflash.read.default:
             node.target = _read
-        elif operation.endswith("_") and not operation.startswith(
-            "__"
-        ):  # in place: later nodes read its result
+        elif operation.endswith("_") and not operation.startswith("__"):
+            # In place: later nodes read its result.
             node.target = getattr(getattr(torch.ops.aten, operation[:-1]), overload)
     module.graph.eliminate_dead_code()
     module.recompile()
