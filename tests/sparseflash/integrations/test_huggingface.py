@@ -1,5 +1,6 @@
 """Tiny models of transformers against torch's attention with the same mask written down."""
 
+import inspect
 import json
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,12 @@ from sparseflash.reference import standard_attention  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+# The name of the argument from transformers 5.24 on, and before.
+CACHE = next(
+    name
+    for name in ("cache", "past_key_values")
+    if name in inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+)
 PATTERN = masks.pattern(lambda q, k: ((q - k).abs() < 6) | (k % 7 == 0))
 
 
@@ -153,7 +160,7 @@ def test_a_cache_of_a_fixed_size():
     for implementation in ("blocksparse", "dense"):
         model.set_attn_implementation(implementation)
         cache = transformers.StaticCache(config=model.config, max_cache_len=40)
-        steps = (model(part, past_key_values=cache) for part in (ids[:, :20], ids[:, 20:]))
+        steps = (model(part, **{CACHE: cache}) for part in (ids[:, :20], ids[:, 20:]))
         logits.append(torch.cat([step.logits for step in steps], dim=1))
     torch.testing.assert_close(*logits, atol=2e-5, rtol=1e-4)
 
@@ -173,9 +180,9 @@ def test_a_compiled_model_serves_every_step_with_a_cache_of_a_fixed_size(compile
     logits = []
     for run in (compiled, model):
         cache = transformers.StaticCache(config=model.config, max_cache_len=40)
-        model(ids[:, :20], past_key_values=cache)
+        model(ids[:, :20], **{CACHE: cache})
         for step in range(20, 28):
-            logits.append(run(ids[:, step : step + 1], past_key_values=cache).logits)
+            logits.append(run(ids[:, step : step + 1], **{CACHE: cache}).logits)
             frames.append(compile_counter.frame_count)
     torch.testing.assert_close(logits[:8], logits[8:])
     assert frames[2] == frames[7] > 0
