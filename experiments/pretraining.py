@@ -176,8 +176,9 @@ def train(case: Case, books: "Books", device: str) -> dict:
     """
     import torch
 
-    model = model_of(case)
-    torch.nn.Module.to(model, device).train()  # whose own `to` has no type
+    with torch.device(device):  # weights of a large model take seconds on a CPU
+        model = model_of(case)
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=case.learning_rate, weight_decay=0.1)
     on_gpu = device == "cuda"
     losses, seconds = [], []
