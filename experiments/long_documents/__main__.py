@@ -64,10 +64,12 @@ def train(
     length: Annotated[int, typer.Argument(help="Bytes of a passage.")],
     data_root: Data = Path("data"),
     tokens: Annotated[str, typer.Option(help="bytes or words.")] = "bytes",
+    authors: Annotated[int, typer.Option(min=2)] = 50,
     output: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder. Default: runs/authors-TOKENS.")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1)] = 3,
+    at_once: Annotated[int, typer.Option(min=1, help="Number of seeds trained at once.")] = 1,
     seconds: Annotated[
         float | None, typer.Option(min=1, help="End the run after this time.")
     ] = None,
@@ -77,20 +79,22 @@ def train(
     needs_extra("lra", "lightning")
     from experiments.files import write_json
     from experiments.language_model.books import Books
-    from experiments.long_documents.authors import DATA, Authors
+    from experiments.long_documents.authors import DATA, Authors, by_author, identity
     from experiments.lra import presets
     from experiments.lra import seeds as runs
 
     with usage_errors():
-        Authors(length, tokens=tokens)  # pyright: ignore[reportArgumentType]
+        Authors(length, authors, tokens)  # pyright: ignore[reportArgumentType]
         books = Books.read(data_root / "books")
+        chosen = by_author(books, authors)
     folder = (output or Path(f"runs/authors-{tokens}")) / str(length)
-    write_json(folder / DATA, dict(books.sha256))
+    write_json(folder / DATA, identity(books, chosen))
     given = [f"--config={path}" for path in (presets.FOLDER / presets.COMMON, CONFIG)]
     given += [f"--data.data_root={data_root}", f"--data.batch_size={max(1, STEP_BYTES // length)}"]
-    task = {"length": length, "tokens": tokens}
+    task = {"length": length, "authors": authors, "tokens": tokens}
     given += [f"--data.task.init_args.{name}={value}" for name, value in task.items()]
-    runs.main([*given, *context.args], seeds=seeds, output=folder, seconds=seconds)
+    given += context.args
+    runs.main(given, seeds=seeds, output=folder, at_once=at_once, seconds=seconds)
 
 
 @app.command()

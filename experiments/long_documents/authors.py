@@ -24,7 +24,7 @@ TESTED = 8  # largest number of test passages of an author
 AUTHORS = 50
 NOBODY = ("", "Anonymous", "Various")
 EPOCH = 2**20  # training passages in an epoch
-DATA = "data.json"  # in the folder of a length: SHA-256 of the books
+DATA = "data.json"  # in the folder of a length: `identity` of the books
 Tokens = Literal["bytes", "words"]
 
 
@@ -98,6 +98,19 @@ def by_author(books: Books, authors: int) -> list[tuple[str, list[Book]]]:
         )
     enough.sort(key=lambda author: (-len(found[author]), author))
     return [(author, sorted(found[author], key=_drawn)) for author in sorted(enough[:authors])]
+
+
+def identity(books: Books, chosen: list[tuple[str, list[Book]]]) -> dict[str, str]:
+    """SHA-256 of the chosen authors, with the paths and texts of their books.
+
+    Passages depend on nothing else, so a corpus may have more books, or fewer.
+    """
+    digest = hashlib.sha256()
+    for author, own in chosen:
+        for book in own:
+            digest.update(f"{author}\n{book.path}\n{book.bytes}\n".encode())
+            digest.update(books.text(book).data)
+    return {"authors": digest.hexdigest()}
 
 
 def _drawn(book: Book) -> str:

@@ -22,6 +22,7 @@ from experiments.long_documents.authors import (
     Passage,
     books_for_training,
     by_author,
+    identity,
     passages_for_testing,
 )
 from experiments.long_documents.words import BUCKETS, words
@@ -58,7 +59,7 @@ def measure(
     chosen = by_author(books, authors)
     test = passages_for_testing(chosen)
     facts = {
-        "data": dict(books.sha256),
+        "data": identity(books, chosen),
         "authors": {author: [book.path for book in own] for author, own in chosen},
         "training_passages": PASSAGES * authors,
         "test_passages": len(test),

@@ -1,3 +1,5 @@
+from shutil import copytree
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from experiments.long_documents.authors import (
     books_for_testing,
     books_for_training,
     by_author,
+    identity,
 )
 from experiments.long_documents.words import word_ids
 from tests.experiments.language_model.test_books import text_of_book
@@ -53,6 +56,18 @@ def test_books_of_training_and_testing_are_apart_and_of_the_chosen_authors(root)
     assert [author for author, _ in by_author(books, 2)] == ["1", "2"]
     with pytest.raises(ValueError, match="authors must be at most 3, which have 3 books"):
         by_author(books, 4)
+
+
+def test_the_identity_is_that_of_the_chosen_authors_in_any_corpus(root, tmp_path):
+    books = Books.read(root / "books")
+    found = identity(books, by_author(books, 2))
+    for author in ("1", "2"):
+        copytree(root / "source" / author, tmp_path / "source" / author)
+    build(tmp_path / "source", tmp_path / "books")
+    fewer = Books.read(tmp_path / "books")
+    assert fewer.sha256 != books.sha256
+    assert identity(fewer, by_author(fewer, 2)) == found
+    assert identity(books, by_author(books, 3)) != found
 
 
 def test_lengths_read_the_same_places(root):

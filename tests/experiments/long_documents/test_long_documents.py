@@ -41,14 +41,15 @@ def test_training_has_the_options_of_the_arena_and_those_of_the_length(
         "2",
         "--model.encoder.attention",
         "flash",
-        "--data.task.init_args.authors=3",
+        "--authors=3",
+        "--at-once=2",
     ]
     output = tmp_path / "runs"
     given = ["train", "128", "--data-root", str(data), "--output", str(output), *more]
     given += ["--tokens", "words"]
     assert CliRunner().invoke(app, given).exit_code == 0
     ((arguments, options),) = asked
-    assert (options["seeds"], options["output"]) == (2, output / "128")
+    assert (options["seeds"], options["at_once"], options["output"]) == (2, 2, output / "128")
     monkeypatch.setattr(sys, "argv", ["experiments.lra", "fit", *arguments])
     monkeypatch.setattr(ArenaCLI, "_run_subcommand", lambda self, name: None)
     cli = ArenaCLI()
