@@ -1,77 +1,127 @@
-"""Launches every kernel of a backend on small inputs; a program for a sanitizer to watch.
+"""Launches every kernel of a backend on small inputs: a program for a sanitizer to watch.
 
-python -m tests.helpers.every_kernel BACKEND HEAD_DIM
+python -m tests.helpers.every_kernel BACKEND HEAD_DIM [PART/PARTS]
+
+With PART/PARTS, such as 0/4, only every PARTS-th call from number PART on is made, so that several
+processes can share the calls.
 """
 
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
 import masks
 import sparseflash
+from sparseflash.backends.hopper import configs
 from sparseflash.testing import make_inputs
 
-HEADS, KV_HEADS = 4, 2
+BATCH, HEADS, KV_HEADS = 2, 4, 2
+SHORT, LONG, LONGER = (200, 330), (1700, 1700), (4300, 4300)
 LOCAL = masks.local(90, align="bottom-right")
-WIDE = masks.local(450)  # whose rows are long enough to sum all gradients in one kernel
+WIDE = masks.local(450)  # with so many blocks of each key that the fused backward kernel runs
 BEFORE = LOCAL & masks.causal(align="bottom-right")
 SCATTERED = masks.random(0.3, seed=0)
-UNEVEN = masks.global_tokens(1)  # whose rows programs take as they are done
-OPTIONS = {
-    "triton": ({}, {"dropout_p": 0.1, "seed": 1}, {"softcap": 5.0, "bias": True, "chosen": True}),
-    "hopper": ({}, {"dropout_p": 0.1, "seed": 1}, {"softcap": 5.0, "bias": "constant"}),
-}
+UNEVEN = masks.global_tokens(1)  # for which the tile scheduler is dynamic
+DROPOUT = {"dropout_p": 0.1, "seed": 1}
 
 
-def passes(
-    backend: str,
-    pattern: masks.Pattern,
-    lengths: tuple[int, int],
-    head_dim: int,
-    block_size: int = 128,
-    **options,
-) -> None:
-    """The forward and, for more than a few queries, the backward pass of one call."""
-    inputs = make_inputs(
-        2, HEADS, *lengths, head_dim, kv_heads=KV_HEADS, dtype=torch.float16, device="cuda"
-    )
-    leaves = [x.requires_grad_() for x in inputs[:3]]
-    mask = pattern(lengths, block_size=block_size, device="cuda")
-    wanted = list(leaves)
-    if bias := options.pop("bias", False):
-        options["bias"] = torch.randn(HEADS, sum(lengths) - 1, device="cuda")
-        if bias != "constant":
-            wanted.append(options["bias"].requires_grad_())
-    if options.pop("chosen", False):
-        rows, columns = mask.grid.nq, mask.grid.nk
-        scores = torch.rand(2, HEADS, rows, columns, device="cuda", requires_grad=True)
-        mask = mask.select_topk(scores, 2)
-        wanted.append(scores)
-    out, lse = sparseflash.attention(*leaves, mask, backend=backend, return_lse=True, **options)
-    torch.autograd.grad((out, lse), wanted, (inputs[3], torch.ones_like(lse)))
+def _in_documents(score, batch, head, query, key, document, weight):
+    same = document[batch, query] == document[batch, key]
+    return torch.where(same, score * weight[head], -torch.inf)
 
 
-def main(backend: str, head_dim: int) -> None:
-    key_lengths = torch.tensor([0, 170], device="cuda")
-    for pattern in (masks.full(), BEFORE, UNEVEN):
-        for options in OPTIONS[backend]:
-            passes(backend, pattern, (200, 330), head_dim, **options)
-    passes(backend, LOCAL, (200, 330), head_dim, key_lengths=key_lengths)
-    passes(backend, masks.full(), (3, 2000), head_dim)
-    for block_size in (32, 64):
-        passes(backend, SCATTERED, (200, 330), head_dim, block_size=block_size)
-    passes(backend, UNEVEN, (200, 330), head_dim, block_size=64, dropout_p=0.1, seed=1)
+IN_DOCUMENTS = sparseflash.ScoreFunction.from_torch(
+    "in documents, watched by a sanitizer", _in_documents, (int, float)
+)
+
+
+class KernelCall(NamedTuple):
+    """One call of attention, whose forward and backward pass are computed.
+
+    options: keyword arguments of attention, and these of this module: key_lengths, a list; bias,
+        whether there is one; select, whether the device selects blocks of the mask; per_batch,
+        whether every batch element has a mask of its own
+    """
+
+    pattern: masks.Pattern
+    lengths: tuple[int, int] = SHORT
+    block_size: int = 128
+    value_dim: int | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+def kernel_calls(backend: str, head_dim: int) -> list[KernelCall]:
+    """Calls that launch all kernels of a backend, with and without all that is optional."""
+    changed = {"softcap": 5.0, "bias": True} | ({"select": True} if backend == "triton" else {})
+    variants = ({}, DROPOUT, changed)
+    patterns = (masks.full(), BEFORE, UNEVEN)
+    calls = [KernelCall(pattern, options=each) for pattern in patterns for each in variants]
+    calls += [KernelCall(SCATTERED, block_size=block_size) for block_size in (32, 64)]
+    calls += [
+        KernelCall(LOCAL, options={"key_lengths": [0, 170]}),
+        KernelCall(masks.full(), (3, 2000)),
+        KernelCall(UNEVEN, block_size=64, options=DROPOUT),
+        KernelCall(BEFORE, options={"return_max_logits": True}),
+        KernelCall(BEFORE, options={"score": IN_DOCUMENTS}),
+        KernelCall(BEFORE, value_dim=128 if head_dim != 128 else 64),
+        KernelCall(BEFORE, options={"per_batch": True}),
+    ]
     if backend == "hopper":
-        for pattern in (masks.full(), masks.causal()):
-            for options in OPTIONS[backend]:
-                passes(backend, pattern, (1700, 1700), head_dim, deterministic=False, **options)
-        # more rows than programs, in all passes: they take several each
-        for block_size in (64, 128):
-            passes(backend, LOCAL, (4300, 4300), head_dim, block_size=block_size)
-        passes(backend, WIDE, (4300, 4300), head_dim, deterministic=False)
+        calls += [
+            KernelCall(pattern, LONG, options={"deterministic": False, **dropout})
+            for pattern in (masks.full(), masks.causal())
+            for dropout in ({}, DROPOUT)
+            if head_dim in configs.FUSED_WIDTHS[bool(dropout)]
+        ]
+        calls.append(KernelCall(BEFORE, options={"select": True}))
+        # More block rows than CTAs, in all passes: a CTA computes several.
+        calls += [KernelCall(LOCAL, LONGER, block_size) for block_size in (64, 128)]
+        calls.append(KernelCall(WIDE, LONGER, options={"deterministic": False}))
+    return calls
+
+
+def run(call: KernelCall, backend: str, head_dim: int, device: str) -> None:
+    """Computes both passes of a call."""
+    options, lengths = dict(call.options), call.lengths
+    inputs = make_inputs(
+        BATCH, HEADS, *lengths, head_dim, value_dim=call.value_dim, kv_heads=KV_HEADS,
+        dtype=torch.float16, device=device,
+    )  # fmt: skip
+    leaves = [tensor.requires_grad_() for tensor in inputs[:3]]
+    mask = call.pattern(lengths, block_size=call.block_size, device=device)
+    gradients = backend != "hopper"  # of biases and of block scores, which hopper does not compute
+    if options.pop("bias", False):
+        distances = (HEADS, sum(lengths) - 1)
+        options["bias"] = torch.randn(distances, device=device, requires_grad=gradients)
+        leaves += [options["bias"]] * gradients
+    if options.pop("select", False):
+        blocks = (BATCH, HEADS, mask.grid.nq, mask.grid.nk)
+        scores = torch.rand(blocks, device=device, requires_grad=gradients)
+        mask = mask.select_topk(scores, 2)
+        leaves += [scores] * gradients
+    if options.pop("per_batch", False):
+        mask = masks.MaskBatch.from_masks([mask, ~mask])
+    if "key_lengths" in options:
+        options["key_lengths"] = torch.tensor(options["key_lengths"], device=device)
+    if "score" in options:
+        document = torch.arange(max(lengths), device=device).expand(BATCH, -1) // 100
+        options["score_tensors"] = [document, torch.ones(HEADS, device=device)]
+    out, lse, *_ = sparseflash.attention(
+        *inputs[:3], mask, backend=backend, return_lse=True, **options
+    )
+    torch.autograd.grad((out, lse), leaves, (inputs[3], torch.ones_like(lse)))
+
+
+def main(backend: str, head_dim: int, part: int = 0, parts: int = 1) -> None:
+    for call in kernel_calls(backend, head_dim)[part::parts]:
+        run(call, backend, head_dim, "cuda")
     torch.cuda.synchronize()
     print("every kernel ran")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    backend, head_dim, *share = sys.argv[1:]
+    main(backend, int(head_dim), *(int(number) for each in share for number in each.split("/")))

@@ -18,7 +18,9 @@ from shutil import which
 import pytest
 import torch
 
+import sparseflash
 from sparseflash.backends import hopper
+from tests.helpers.every_kernel import SHORT, kernel_calls, run
 
 ROOT = Path(__file__).parents[2]
 KERNELS = Path(hopper.__file__).parent
@@ -55,6 +57,16 @@ def test_lines_by_which_warps_get_work_are_distinguished():
     assert not races("".join(map(report, handed_over)))
     race = report("def consumer(")
     assert races(report("def forward_kernel(") + race) == [race.removeprefix("Error:")]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_hopper_refuses_the_watched_calls_for_their_device_alone(head_dim):
+    calls = [call for call in kernel_calls("hopper", head_dim) if call.lengths == SHORT]
+    assert len(calls) > 10
+    for call in calls:
+        with pytest.raises(sparseflash.BackendError, match=r"\n  hopper: .*") as refused:
+            run(call, "hopper", head_dim, "cpu")
+        assert str(refused.value).endswith("hopper: device is cpu, needs cuda"), call
 
 
 @pytest.mark.gpu
