@@ -113,11 +113,18 @@ def main(
         path.write_text(text)
 
 
+def path_of(name: str) -> Path | None:
+    """The file of a record, or None. Of several GPUs, the H200 is preferred."""
+    found = sorted(SHIPPED.glob(f"lra-{name}-nvidia-*.json"))
+    preferred = [path for path in found if path.stem.endswith("-nvidia-h200")]
+    return next(iter(preferred or found), None)
+
+
 @cache
 def record(name: str) -> dict | None:
     """A record of results/, or None."""
-    path = SHIPPED / f"lra-{name}-nvidia-h200.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    path = path_of(name)
+    return None if path is None else json.loads(path.read_text())
 
 
 def group_of(name: str, group: str) -> dict | None:
@@ -270,7 +277,7 @@ def trained_row(row: Trained) -> list[str]:
 
 def runs_table() -> str:
     """Every run of every record: its training and its test."""
-    head = ["group", "seed", "steps", "tested at step", "training samples", "seconds"]
+    head = ["group", "seed", "GPU", "steps", "tested at step", "training samples", "seconds"]
     head += ["test accuracy ± standard error, %", "test samples", "disc pairs correct, %"]
     rows = []
     for name, label in trained_groups():
@@ -286,7 +293,8 @@ def trained_groups() -> list[tuple[str, str]]:
 
 
 def run_row(label: str, run: dict) -> list[str]:
-    cells = [f"`{label}`", str(run["seed"]), f"{run['steps']:,}"]
+    gpu = run["environment"]["device"].split()[1]  # of "NVIDIA H100 80GB HBM3"
+    cells = [f"`{label}`", str(run["seed"]), gpu, f"{run['steps']:,}"]
     cells += [f"{run['tested_step']:,}" if "tested_step" in run else ""]
     cells += [f"{run['steps'] * run['batch_size']:,}"]
     cells += [f"{run['seconds']:,.0f}" if run.get("seconds") else ""]
@@ -302,9 +310,9 @@ def pictures() -> str:
     """The curves of every record, in the order of the tables."""
     shown = []
     for name in dict.fromkeys(name for name, _ in trained_groups()):
-        path = f"lra-{name}-nvidia-h200-curves.png"
-        if (SHIPPED / path).exists():
-            shown.append(f"![Curves of {name}](../results/{path})")
+        path = path_of(name)
+        if path is not None and (curves := path.with_name(f"{path.stem}-curves.png")).exists():
+            shown.append(f"![Curves of {name}](../results/{curves.name})")
     return "\n".join(shown)
 
 

@@ -62,15 +62,27 @@ def test_every_run_has_a_row_and_sentences_their_figures(records):
     for seed, run in enumerate(record["groups"]["path-x-curriculum"]["runs"]):
         run |= {"seed": seed, "steps": 30, "batch_size": 100, "tested_step": 20, "seconds": 61}
         run |= {"stuck": bool(seed), "test/accuracy": 0.7, "test/standard_error": 0.01}
-        run |= {"test/samples": 1000.0}
+        run |= {"test/samples": 1000.0, "environment": {"device": "NVIDIA H100 80GB HBM3"}}
     path.write_text(json.dumps(record))
     page.record.cache_clear()
     lines = page.runs_table().splitlines()[2:]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     tested = ["70.00 ± 1.00", "1,000", "50.0"]
-    assert cells[0] == ["`path-x-curriculum`", "0", "30", "20", "3,000", "61", *tested]
-    assert cells[1][6:] == ["stuck at chance", "", ""]
+    assert cells[0] == ["`path-x-curriculum`", "0", "H100", "30", "20", "3,000", "61", *tested]
+    assert cells[1][7:] == ["stuck at chance", "", ""]
     assert page.on_path_x().startswith("75.0 % with block-sparse attention, 2 seeds, in 2 minutes")
+
+
+def test_records_of_other_gpus_are_shown_and_the_h200_is_preferred(records):
+    leave(records, [0.7])
+    other = records / "lra-path-x-labels-nvidia-h100-80gb-hbm3.json"
+    (records / "lra-path-x-labels-nvidia-h200.json").rename(other)
+    other.with_name(f"{other.stem}-curves.png").touch()
+    assert row(page.comparison(), "**block-sparse")[5] == "70.00"
+    assert page.pictures().endswith("lra-path-x-labels-nvidia-h100-80gb-hbm3-curves.png)")
+    page.record.cache_clear()
+    leave(records, [0.8])
+    assert row(page.comparison(), "**block-sparse")[5] == "80.00"
 
 
 def test_published_figures_are_complete():
