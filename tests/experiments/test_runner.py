@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from itertools import chain
 
 import pytest
 import typer
@@ -127,11 +128,11 @@ class Runs:
 def go(monkeypatch, tmp_path):
     """Runs cases with the given times; what was asked for, and the record that came of it."""
 
-    def go(cases, times, record=None):
+    def go(cases, times, record=None, method=METHOD):
         runs = Runs(tmp_path / "record.json", times)
         monkeypatch.setattr(runner, "measure", runs.measure)
         record = record or Record({}, {})
-        runner.run(lambda log: iter(cases), METHOD, record, runs.path, Console(quiet=True))
+        runner.run(lambda log: iter(cases), method, record, runs.path, Console(quiet=True))
         return runs.asked, record
 
     return go
@@ -166,6 +167,19 @@ def test_a_run_that_goes_on_measures_what_it_lacks_and_adds_its_seconds(go):
     assert record.seconds >= 1000
 
 
+def test_gaps_are_saved_one_mask_at_a_time(go, tmp_path, monkeypatch):
+    saved = []
+
+    def measure_gaps(cases, method, known, log):
+        for pattern in ("a", "b"):
+            yield [{"pattern": pattern}]
+            saved.append([gap["pattern"] for gap in Record.load(tmp_path / "record.json").gaps])
+
+    monkeypatch.setattr(runner, "measure_gaps", measure_gaps)
+    go([CASE], [9.0, 2.0, 2.0], method=replace(METHOD, device="cuda"))
+    assert saved == [["a"], ["a", "b"]]
+
+
 def test_gaps_are_those_of_masks_near_a_sixteenth_at_the_longest_sequences(capsys, monkeypatch):
     monkeypatch.setattr("sparseflash._explain.SECONDS", 0.0)
 
@@ -178,12 +192,14 @@ def test_gaps_are_those_of_masks_near_a_sixteenth_at_the_longest_sequences(capsy
         *(case("other", 128, 4), case("full", 256, 256)),
         replace(case("growing", 256, 4), suite="length"),
     ]
-    found = runner.measure_gaps(cases, METHOD, lambda text: None)
+    found = list(chain(*runner.measure_gaps(cases, METHOD, [], lambda text: None)))
     assert [(gap["pattern"], gap["seq_len"], gap["direction"]) for gap in found] == [
         (pattern, seq_len, direction)
         for pattern, seq_len in (("local(1)", 256), ("other(4)", 128))
         for direction in ("forward", "backward")
     ]
+    rest = list(runner.measure_gaps(cases, METHOD, found[:2], lambda text: None))
+    assert [[gap["pattern"] for gap in gaps] for gaps in rest] == [["other(4)"] * 2]
     record = Record(dict(HERE), asdict(METHOD), [FULL], gaps=json.loads(json.dumps(found)))
     show(record, wide_console())
     printed = capsys.readouterr().out
