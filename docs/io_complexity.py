@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from textwrap import fill
 
-from records import NAMES, Rows
+from records import NAMES, Rows, picture
 
 from experiments.markdown import table
 
@@ -63,9 +63,9 @@ def io_complexity(record: dict) -> str:
         )
         parts += [f"**{title}** ({heads})", table([first, *head], lines)]
         if panel in ("right", "scaling"):
-            picture = "figure-2" if panel == "right" else "scaling"
-            file = f"../experiments/results/io-complexity-nvidia-h200-{picture}.png"
-            parts.append(f"![{title}, predicted and measured]({file})")
+            name = "figure-2" if panel == "right" else "scaling"
+            about = f"{title}, predicted and measured"
+            parts.append(picture(record, name, about, "../experiments/results"))
     lines = [
         [
             *(fit["name"], fit["direction"], FITTED[fit["figure"]]),
@@ -78,7 +78,7 @@ def io_complexity(record: dict) -> str:
         "theory, for N √N (strided) and N log N (butterfly) over the same lengths."
     )
     parts.append(table(["mask", "pass", "figure", "exponent", "exponent of the theory"], lines))
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def against(predicted: float, found: float | None) -> tuple[str, str, str]:

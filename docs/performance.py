@@ -2,10 +2,11 @@
 
     python docs/performance.py
 
-A section without a record is left out. With `--check` nothing is written: the command prints
-whether both files agree with the records.
+A section shows the records of all GPUs, one after another; one without a record is left out. With
+`--check` nothing is written: the command prints whether both files agree with the records.
 """
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +17,17 @@ sys.path.insert(0, str(Path(__file__).parent))  # where docs is no package
 
 from io_complexity import THEORY, io_complexity
 from records import (
+    DEVICE,
     DIRECTIONS,
     NAMES,
     ROOT,
     by_shape,
     find,
     load,
+    load_each,
     measured,
     milliseconds,
+    picture,
     size_of,
     words,
 )
@@ -33,6 +37,7 @@ from experiments.markdown import table, written
 PAGE, README = ROOT / "docs/performance.md", ROOT / "README.md"
 SHOWN = (2, 16, 16384, 128)  # batch, heads, tokens and head dim of the README's table
 OURS, ANY_ORDER = "sparseflash", "sparseflash:auto/any-order"
+PICTURE = re.compile(r"!\[[^]]*\]\(experiments/results/speedup-[^)]*\)")
 PEERS = ("flash4", "flex", "cudnn-bsa", "cudnn-flex")
 FLASH4 = "kernel_cutlass_kernel_flash_attncuteflash_"
 KERNELS = {  # names in records: kernels of FlashAttention-4, and ours under their former names
@@ -83,6 +88,16 @@ def against_peers(rows: list[dict]) -> str:
 
 def ratios(rows: list[dict], direction: str, ours: str, clock: str) -> list[str]:
     """The range of our rate over the fastest other one, and how often ours is slower."""
+    found = over_fastest(rows, direction, ours, clock)
+    if not found:
+        return ["", ""]
+    below = sum(value < 1 for value in found)
+    values = ", ".join(f"{value:.2f}" for value in (min(found), median(found), max(found)))
+    return [values, f"{below} of {len(found)}"]
+
+
+def over_fastest(rows: list[dict], direction: str, ours: str, clock: str) -> list[float]:
+    """Our rate over the fastest other one, for each mask and size that both have."""
     found = []
     for size in dict.fromkeys(map(size_of, rows)):
         of_size = [row for row in rows if size_of(row) == size]
@@ -91,9 +106,7 @@ def ratios(rows: list[dict], direction: str, ours: str, clock: str) -> list[str]
             peers = [row[clock] for row in of_peers(of_size, pattern, direction)]
             if own and peers:
                 found.append(own[clock] / max(peers))
-    below = sum(value < 1 for value in found)
-    values = ", ".join(f"{value:.2f}" for value in (min(found), median(found), max(found)))
-    return [values, f"{below} of {len(found)}"]
+    return found
 
 
 def of_peers(rows: list[dict], pattern: str, direction: str) -> list[dict]:
@@ -118,10 +131,8 @@ def suite(cell: Callable[[dict], str]) -> Callable[[dict], str]:
 
 
 def speedup(record: dict) -> str:
-    """Times of every density at the longest length, with the speed-up and its ideal."""
-    rows = [r for r in record["rows"] if r["suite"] == "density"]
-    longest = max(r["seq_len"] for r in rows)
-    rows = [r for r in rows if r["seq_len"] == longest]
+    """Times of every density at the longest length, with the speed-up and its ideal; gaps."""
+    longest, rows = at_longest(record)
     ours = [r for r in rows if r["implementation"] == "sparseflash"]
     lines = []
     for pattern in dict.fromkeys(r["pattern"] for r in ours):
@@ -140,7 +151,57 @@ def speedup(record: dict) -> str:
     for direction in DIRECTIONS:
         head += [f"{direction}, ms", "speed-up over full mask", "speed-up over FlexAttention"]
     size = f"{longest:,} tokens, batch {ours[0]['batch']}, {words(ours[:1])}"
-    return f"**{size}**\n\n{table(head, lines)}"
+    parts = [f"**{size}**", table(head, lines)]
+    parts += [speedup_picture(record, "../experiments/results"), gaps(record)]
+    return "\n\n".join(filter(None, parts))
+
+
+def at_longest(record: dict) -> tuple[int, list[dict]]:
+    """The longest length at which densities were measured, and the rows of it."""
+    rows = [r for r in record["rows"] if r["suite"] == "density"]
+    longest = max(r["seq_len"] for r in rows)
+    return longest, [r for r in rows if r["seq_len"] == longest]
+
+
+def speedup_picture(record: dict, folder: str) -> str:
+    """The picture at the longest length; `folder` is the path of the records from the page."""
+    title = f"Speed-up over the full mask against density, {record['environment']['device']}"
+    return picture(record, f"speedup-{at_longest(record)[0]}", title, folder)
+
+
+def gaps(record: dict) -> str:
+    """The parts of the gap of some masks, in milliseconds; empty if they were not measured."""
+    found = record.get("gaps", [])
+    if not found:
+        return ""
+    parts = [name for name in found[0]["parts"] if any(above_noise(gap, name) for gap in found)]
+    lines = [
+        [
+            *(f"`{gap['pattern']}`", gap["direction"]),
+            *(f"{gap['measured']:.3f}", f"{gap['ideal']:.3f}"),
+            *(f"{gap['parts'][name]:+.3f}" if above_noise(gap, name) else "0" for name in parts),
+            gap["largest"] or "none",
+        ]
+        for gap in found
+    ]
+    head = ["mask", "pass", "measured", "ideal", *parts, "largest part with a known change"]
+    changes = {gap["largest"]: gap["change"] for gap in found if gap["largest"]}
+    told = [
+        f"**Gap to the ideal time at {found[0]['seq_len']:,} tokens, and its parts, in "
+        "milliseconds**",
+        "The ideal time is s times the time of the full mask. A part that does not exceed its "
+        "noise is 0.",
+        table(head, lines),
+    ]
+    if changes:
+        told.append("What would reduce the largest parts:")
+        told.append("\n".join(f"- {name}: {change}" for name, change in changes.items()))
+    return "\n\n".join(told)
+
+
+def above_noise(gap: dict, part: str) -> bool:
+    """Whether a part is larger than its noise, as `sparseflash.gap` prints it."""
+    return abs(gap["parts"][part]) > gap["noise"][part]
 
 
 def host_time(record: dict) -> str:
@@ -323,17 +384,30 @@ def page() -> str:
     """docs/performance.md."""
     parts = [INTRODUCTION]
     for name, title, text, show in SECTIONS:
-        if (record := load(name)) is not None:
-            parts.append(f"## {title}\n\n{text}\n\n{show(record)}\n\n{measured(record)}\n")
+        if records := load_each(name):
+            parts.append(f"## {title}\n\n{text}\n\n{of_each_device(records, show)}\n")
     return "\n".join(parts)
+
+
+def of_each_device(records: list[dict], show: Callable[[dict], str]) -> str:
+    """The figures of each device; its name is above them if there are several."""
+    heads = [f"### {r['environment']['device']}\n\n" * (len(records) > 1) for r in records]
+    shown = (f"{show(record)}\n\n{measured(record)}" for record in records)
+    return "\n\n".join(map(str.__add__, heads, shown))
+
+
+def readme_picture() -> str:
+    """Speed-up against density, of the device that was measured last."""
+    records = sorted(load_each("speedup"), key=lambda record: record["environment"]["date"])
+    pictures = (speedup_picture(record, "experiments/results") for record in records[::-1])
+    return next(filter(None, pictures), "")
 
 
 def readme_table() -> str:
     """Milliseconds of both passes, and of the fastest other implementation of each row."""
     record = load("bench-sparse")
     assert record is not None, "the table of the README needs the record bench-sparse"
-    names = ("batch", "heads", "seq_len", "head_dim")
-    rows = [row for row in record["rows"] if tuple(row[name] for name in names) == SHOWN]
+    rows = shown_rows(record)
     own = [("forward", OURS), ("backward", OURS), ("backward", ANY_ORDER)]
     lines = []
     for pattern in dict.fromkeys(row["pattern"] for row in rows):
@@ -347,12 +421,44 @@ def readme_table() -> str:
     return table(head, lines)
 
 
+def readme_devices() -> str:
+    """Our speed on the same masks on every other device, each in a sentence after a space."""
+    told = []
+    for record in load_each("bench-sparse"):
+        rows, device = shown_rows(record), record["environment"]["device"]
+        others = [NAMES[name] for name in PEERS if any(r["implementation"] == name for r in rows)]
+        passes = {d: over_fastest(rows, d, OURS, "tflops") for d in DIRECTIONS}
+        if record["stem"].endswith(DEVICE) or not all(passes.values()):
+            continue
+        speeds = " and ".join(
+            f"{min(found):.2f} to {max(found):.2f} times as fast {direction}"
+            for direction, found in passes.items()
+        )
+        fastest_of = others[0] if len(others) == 1 else f"the fastest of {', '.join(others)}"
+        told.append(f" On one {device} sparseflash is {speeds} as {fastest_of}.")
+    return "".join(told)
+
+
+def shown_rows(record: dict) -> list[dict]:
+    """The rows of a record with the size of the README's table."""
+    names = ("batch", "heads", "seq_len", "head_dim")
+    return [row for row in record["rows"] if tuple(row[name] for name in names) == SHOWN]
+
+
 def fastest(rows: list[dict]) -> dict:
     return min(rows, key=lambda row: row["median_ms"])
 
 
+def readme() -> str:
+    """The README, with its picture, its table and its sentence about other devices."""
+    text = README.read_text()
+    if shown := readme_picture():
+        text = PICTURE.sub(lambda _: shown, text)
+    return written(written(text, {"speed": readme_table}), {"devices": readme_devices}, between="")
+
+
 def main() -> int:
-    wanted = {PAGE: page(), README: written(README.read_text(), {"speed": readme_table})}
+    wanted = {PAGE: page(), README: readme()}
     if "--check" in sys.argv:
         old = [path.name for path, text in wanted.items() if path.read_text() != text]
         print(f"not current: {', '.join(old)}" if old else "current")

@@ -9,6 +9,7 @@ from experiments.record import read_rows
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
+DEVICE = "nvidia-h200"  # of the figures that the text of a page cites
 # The name of each implementation in a table.
 NAMES = {
     "sparseflash": "sparseflash",
@@ -43,15 +44,42 @@ DIRECTIONS = ("forward", "backward")
 Rows = list[dict]
 
 
-def load(name: str) -> dict | None:
-    """A record with its rows as dictionaries, or None if it does not exist."""
-    path = RESULTS / f"{name}-nvidia-h200.json"
+def load(name: str, device: str = DEVICE) -> dict | None:
+    """A record with its rows as dictionaries and its `stem`, or None if it does not exist.
+
+    The stem is the path of the record in the folder of records, without its suffix. The names of
+    its pictures begin with it.
+    """
+    path = RESULTS / f"{name}-{device}.json"
     if not path.exists():
         return None
     record = json.loads(path.read_text())
+    record["stem"] = f"{name}-{device}"
     if "columns" in record:
         record["rows"] = read_rows(record)
     return record
+
+
+def load_each(name: str) -> list[dict]:
+    """The records with this name of all GPUs, that of DEVICE first."""
+    paths = RESULTS.glob(f"{name}-nvidia-*.json")
+    stem = name.rpartition("/")[2]
+    devices = sorted(path.stem.removeprefix(f"{stem}-") for path in paths)
+    devices.sort(key=lambda device: device != DEVICE)
+    return [record for device in devices if (record := load(name, device)) is not None]
+
+
+def picture(record: dict, name: str, title: str, folder: str) -> str:
+    """A picture of a record in Markdown, or an empty text if it does not exist.
+
+    Args:
+        record: A record of `load`.
+        name: Name of the picture after the stem of the record.
+        title: Text in place of the picture.
+        folder: Path of the folder of records from the page.
+    """
+    file = f"{record['stem']}-{name}.png"
+    return f"![{title}]({folder}/{file})" if (RESULTS / file).exists() else ""
 
 
 def size_of(row: dict) -> tuple:

@@ -23,6 +23,7 @@ from experiments.report import load, show, wide_console
 from experiments.roofline import measure_roofline
 from experiments.settings import Method
 from sparseflash import BackendError, explain
+from sparseflash.gap import CHANGES, Gap
 
 GAP_DENSITY = 1 / 16
 Cases = Callable[[Callable[[str], None]], Iterator[Case]]
@@ -187,10 +188,16 @@ def measure_gaps(
         explained = explain(query, key, value, case.problem.mask, measure=True)
         gaps = {"forward": explained.forward_gap, "backward": explained.backward_gap}
         yield [
-            facts | {"direction": direction} | asdict(gap)
+            facts | {"direction": direction} | asdict(gap) | to_change(gap)
             for direction, gap in gaps.items()
             if gap is not None
         ]
+
+
+def to_change(gap: Gap) -> dict[str, str | None]:
+    """The largest part of a gap with a known change, and this change; None if there is none."""
+    largest = gap.largest
+    return {"largest": largest, "change": None if largest is None else CHANGES[largest]}
 
 
 def _distance(case: Case) -> float:

@@ -17,6 +17,7 @@ from experiments.pattern_families import Problem
 from experiments.record import Measurement, Record
 from experiments.report import show, wide_console
 from experiments.settings import Method
+from sparseflash.gap import CHANGES
 from tests.helpers.records import FULL
 
 METHOD = Method("cpu", "fp32", ("forward", "backward"), "cpu", "rested", 1.0, 0)
@@ -198,6 +199,8 @@ def test_gaps_are_those_of_masks_near_a_sixteenth_at_the_longest_sequences(capsy
         for pattern, seq_len in (("local(1)", 256), ("other(4)", 128))
         for direction in ("forward", "backward")
     ]
+    for gap in found:
+        assert gap["change"] == CHANGES.get(gap["largest"])
     rest = list(runner.measure_gaps(cases, METHOD, found[:2], lambda text: None))
     assert [[gap["pattern"] for gap in gaps] for gaps in rest] == [["other(4)"] * 2]
     record = Record(dict(HERE), asdict(METHOD), [FULL], gaps=json.loads(json.dumps(found)))

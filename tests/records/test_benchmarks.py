@@ -32,8 +32,9 @@ def test_committed_records_hold_what_follows_from_their_rows(path, tmp_path):
             ), name
 
 
-def test_a_long_cache_is_read_as_fast_as_it_is_copied():
-    record = Record.load(SHIPPED / "bench-decode-nvidia-h200.json")
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("bench-decode-*.json")), ids=str)
+def test_a_long_cache_is_read_as_fast_as_it_is_copied(path):
+    record = Record.load(path)
     ours = [row for row in record.rows if row.implementation == "sparseflash"]
     steps = [row for row in ours if (row.batch, row.seq_len, row.head_dim) == (8, 65536, 128)]
     assert steps

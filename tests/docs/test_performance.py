@@ -1,0 +1,127 @@
+"""The page of measurements and the README show the records of every device."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.records import EIGHTH, ENVIRONMENT, FULL, record
+
+SOURCE = Path(__file__).parents[2] / "docs/performance.py"
+H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
+STEMS = {H200: "nvidia-h200", H100: "nvidia-h100-80gb-hbm3"}
+SIZE = {"seq_len": 16384, "heads": 16, "head_dim": 128, "block_size": 128}
+PASSES = ("forward", "backward")
+
+
+@pytest.fixture
+def performance(tmp_path, monkeypatch) -> Any:
+    """docs/performance.py on an empty folder of records."""
+    spec = importlib.util.spec_from_file_location("performance", SOURCE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys.modules["records"], "RESULTS", tmp_path)
+    return module
+
+
+def save(folder, name, device, rows, date="2026-01-01", gaps=()):
+    saved = record(replace(row, **SIZE) for row in rows)
+    about = {"device": device, "date": date, "command": "python -m x"}
+    saved.environment = ENVIRONMENT | about | {"versions": {"torch": "2", "triton": "3"}}
+    saved.complete, saved.gaps = True, list(gaps)
+    saved.save(folder / f"{name}-{STEMS[device]}.json")
+
+
+def speedup(folder, device, date="2026-01-01", gaps=()):
+    rows = [replace(row, direction=d) for row in (FULL, EIGHTH) for d in PASSES]
+    save(folder, "speedup", device, rows, date, gaps)
+    (folder / f"speedup-{STEMS[device]}-speedup-16384.png").touch()
+
+
+def sparse(folder, device, others=()):
+    rows = [
+        replace(FULL, suite="sparse", direction=d, implementation=name, sustained_ms=8.0)
+        for d in PASSES
+        for name in ("sparseflash", *others)
+    ]
+    save(folder, "bench-sparse", device, rows)
+
+
+def test_a_section_shows_the_record_of_each_device(performance, tmp_path):
+    speedup(tmp_path, H200)
+    alone = performance.page()
+    assert "\n### " not in alone  # one device is named below its tables
+    assert f"\n*{H200}, torch 2, triton 3" in alone
+    speedup(tmp_path, H100)
+    page = performance.page()
+    assert page.count("## Speed-up against density") == 1
+    first, second = page.index(f"### {H200}\n"), page.index(f"### {H100}\n")
+    assert first < page.index(f"\n*{H200}, torch 2") < second < page.index(f"\n*{H100}, torch 2")
+    for stem in STEMS.values():
+        assert f"(../experiments/results/speedup-{stem}-speedup-16384.png)" in page
+
+
+def test_the_picture_of_the_readme_is_of_the_device_that_was_measured_last(performance, tmp_path):
+    assert performance.readme_picture() == ""
+    speedup(tmp_path, H200, "2026-01-02")
+    speedup(tmp_path, H100, "2026-01-01")
+    assert "(experiments/results/speedup-nvidia-h200-" in performance.readme_picture()
+    speedup(tmp_path, H100, "2026-01-03")
+    shown = performance.readme_picture()
+    assert shown.startswith(f"![Speed-up over the full mask against density, {H100}](")
+    (tmp_path / f"speedup-{STEMS[H100]}-speedup-16384.png").unlink()
+    assert H200 in performance.readme_picture()
+
+
+def test_the_readme_has_a_table_and_a_sentence_for_every_other_device(
+    performance, tmp_path, monkeypatch
+):
+    sparse(tmp_path, H200, ("sparseflash:auto/any-order", "flash4", "flex"))
+    assert "| full | 100.0% | 8.00 | 8.00 (FlashAttention-4) |" in performance.readme_table()
+    assert performance.readme_devices() == ""
+    sparse(tmp_path, H100)  # no other implementation
+    assert performance.readme_devices() == ""
+    assert "| 128 | forward: sparseflash |  |  |  |  |" in performance.page()
+    sparse(tmp_path, H100, ("flex",))
+    told = performance.readme_devices()
+    speeds = "1.00 to 1.00 times as fast forward and 1.00 to 1.00 times as fast backward"
+    assert told == f" On one {H100} sparseflash is {speeds} as FlexAttention."
+    sparse(tmp_path, H100, ("flash4", "flex"))
+    assert "as the fastest of FlashAttention-4, FlexAttention." in performance.readme_devices()
+    readme = tmp_path / "README.md"
+    page = "![x](experiments/results/speedup-y.png)\n<!-- speed -->\nold\n<!-- /speed -->\n"
+    readme.write_text(f"{page}End.<!-- devices --><!-- /devices -->\n")
+    monkeypatch.setattr(performance, "README", readme)
+    speedup(tmp_path, H100)
+    shown = performance.readme()
+    assert shown.startswith(f"![Speed-up over the full mask against density, {H100}](")
+    assert "old" not in shown
+    assert "End.<!-- devices --> On one NVIDIA H100" in shown
+
+
+def test_gaps_name_the_parts_above_their_noise_and_what_to_change(performance, tmp_path):
+    assert "Gap to the ideal" not in performance.page()
+    gap = {
+        "pattern": "local(16)",
+        "seq_len": 16384,
+        "direction": "forward",
+        "measured": 1.25,
+        "ideal": 1.0,
+        "parts": {"gather": 0.2, "tail of the grid": 0.04, "remainder": 0.01},
+        "noise": {"gather": 0.01, "tail of the grid": 0.05, "remainder": 0.001},
+        "largest": "gather",
+        "change": "reorder the tokens",
+    }
+    none = gap | {"direction": "backward", "largest": None, "change": None}
+    speedup(tmp_path, H100, gaps=[gap, none])
+    page = performance.page()
+    assert "**Gap to the ideal time at 16,384 tokens, and its parts, in milliseconds**" in page
+    assert "| mask | pass | measured | ideal | gather | remainder | largest part" in page
+    assert "| `local(16)` | forward | 1.250 | 1.000 | +0.200 | +0.010 | gather |" in page
+    assert "| `local(16)` | backward | 1.250 | 1.000 | +0.200 | +0.010 | none |" in page
+    assert "\n- gather: reorder the tokens\n" in page
