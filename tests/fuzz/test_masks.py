@@ -231,18 +231,19 @@ def some_shape(rng: random.Random) -> Shape:
     return Shape(q_len, k_len, (rng.choice(SIDES), rng.choice(SIDES)))
 
 
-def one_head(rng: random.Random, shape: Shape) -> tuple[BlockMask, Tensor]:
+def one_head(rng: random.Random, shape: Shape, device: str) -> tuple[BlockMask, Tensor]:
+    """A mask on the device, and its pairs on the CPU."""
     if rng.random() < 0.1:
         dense = scattered(rng, shape)
-        return BlockMask.from_dense(dense, shape.block), dense
+        return BlockMask.from_dense(dense.to(device), shape.block), dense
     pattern, dense = expression(rng, shape, rng.randrange(5))
     if rng.random() < 0.2:
         pattern = reread(pattern)
-    mask = pattern(shape.lengths, shape.block)
-    assert torch.equal(mask.to_dense(), dense), (pattern, shape)
+    mask = pattern(shape.lengths, shape.block, device=device)
+    assert torch.equal(mask.to_dense().cpu(), dense), (pattern, shape)
     if rng.random() < 0.2:
         dense = dense ^ (other := scattered(rng, shape))
-        mask = mask ^ BlockMask.from_dense(other, shape.block)
+        mask = mask ^ BlockMask.from_dense(other.to(device), shape.block)
     return mask, dense
 
 
@@ -256,12 +257,12 @@ def reread(pattern: Pattern) -> Pattern:
     return masks.from_json(text)
 
 
-def any_mask(rng: random.Random) -> tuple[BlockMask, Tensor]:
+def any_mask(rng: random.Random, device: str) -> tuple[BlockMask, Tensor]:
     """A mask of one head or of some, with its pairs: bool (q_len, k_len) or (heads, ...)."""
     shape = some_shape(rng)
     if rng.random() < 0.7:
-        return one_head(rng, shape)
-    different = [one_head(rng, shape) for _ in range(rng.randint(1, 3))]
+        return one_head(rng, shape, device)
+    different = [one_head(rng, shape, device) for _ in range(rng.randint(1, 3))]
     heads = rng.choices(different, k=rng.randint(1, 4))
     mask = masks.stack([mask for mask, _ in heads])
     return mask, torch.stack([dense for _, dense in heads])
@@ -269,6 +270,7 @@ def any_mask(rng: random.Random) -> tuple[BlockMask, Tensor]:
 
 def same(mask: BlockMask, dense: Tensor) -> None:
     """The mask has these pairs and is the one canonical mask that has them."""
+    mask = mask.to("cpu")
     assert torch.equal(mask.to_dense().reshape(dense.shape), dense)
     heads = dense.reshape(-1, *mask.seq_len)
     made = BlockMask.from_dense(heads if len(heads) > 1 else heads[0], mask.block_size)
@@ -323,7 +325,7 @@ def through_pickle(rng, mask, dense, tmp_path):
 
 
 def as_a_table(rng, mask, dense, tmp_path):
-    table, (q_len, k_len) = mask.table(), mask.seq_len
+    table, (q_len, k_len) = mask.table("cpu"), mask.seq_len
     for lists, by_key in ((table.by_query, False), (table.by_key, True)):
         found = decode(table, lists, by_key)[0]
         assert torch.equal(found[:, :q_len, :k_len], dense.reshape(-1, q_len, k_len))
@@ -336,25 +338,25 @@ def selected(rng, mask, dense, tmp_path):
     bq, bk = mask.block_size
     chosen = blocks.repeat_interleave(bq, 0)[: mask.seq_len[0]]
     chosen = chosen.repeat_interleave(bk, 1)[:, : mask.seq_len[1]]
-    found = mask.select(blocks).to_dense().reshape(dense.shape)
-    assert torch.equal(found, dense & chosen)
+    found = mask.select(blocks.to(mask.device)).to_dense().cpu()
+    assert torch.equal(found.reshape(dense.shape), dense & chosen)
 
 
-VIEWS = (
-    *(transposed, cropped, reblocked, sliced, through_scipy, through_torch, through_flex),
-    *(through_a_file, through_pickle, as_a_table, selected),
-)
+ON_EVERY_DEVICE = (transposed, cropped, reblocked, sliced, through_a_file, as_a_table, selected)
+ON_THE_CPU = (through_scipy, through_torch, through_flex, through_pickle)
 
 
-def check_mask(tmp_path, rng: random.Random) -> None:
-    mask, dense = any_mask(rng)
+def check_mask(tmp_path, device: str, rng: random.Random) -> None:
+    mask, dense = any_mask(rng, device)
     same(mask, dense)
-    for view in rng.sample(VIEWS, 2):
+    views = ON_EVERY_DEVICE + (ON_THE_CPU if device == "cpu" else ())
+    for view in rng.sample(views, 2):
         view(rng, mask, dense, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
 @pytest.mark.parametrize("cases", [150, pytest.param(300, marks=pytest.mark.slow)])
-def test_masks_of_random_expressions(fuzz, cases, tmp_path):
-    fuzz(partial(check_mask, tmp_path), cases)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_masks_of_random_expressions(fuzz, device, cases, tmp_path):
+    fuzz(partial(check_mask, tmp_path, device), cases)
