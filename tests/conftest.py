@@ -78,6 +78,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if RECORDS in item.path.parents:
             item.add_marker(pytest.mark.records)
+        if takes_the_gpu(item):
+            item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("slow_interpreted") and not HAS_GPU and "triton" in item.name:
@@ -85,6 +87,13 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("interpret") and HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="Triton compiles for the GPU here"))
     items.sort(key=seconds, reverse=True)  # no worker is left with a long test at the end
+
+
+def takes_the_gpu(item) -> bool:
+    """Whether there is a GPU, and the test's module says that its tests then run there."""
+    module = getattr(item, "module", None)
+    device = str(getattr(module, "DEVICE", "cpu"))
+    return HAS_GPU and (hasattr(module, "HAS_GPU") or device.startswith("cuda"))
 
 
 def seconds(item) -> int:
