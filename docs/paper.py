@@ -3,8 +3,8 @@
     python docs/paper.py
 
 A table is between `<!-- name -->` and `<!-- /name -->`. In place of a table without a record, the
-page names the command that makes one. With `--check` nothing is written: the command prints
-whether the page is current.
+page names the command that makes one. Of the records of several GPUs the latest is shown. With
+`--check` nothing is written: the command prints whether the page is current.
 """
 
 import json
@@ -22,7 +22,7 @@ from experiments.markdown import table, written  # noqa: E402
 from experiments.record import Line, Measurement, crossing_length, is_ours, lines  # noqa: E402
 
 PAGE = ROOT / "docs/paper.md"
-DEVICE = "nvidia-h200"
+DEVICES = "nvidia-*"
 NOTHING = "–"
 
 LENGTHS = tuple(2**n for n in range(7, 17))
@@ -85,6 +85,28 @@ def milliseconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
+def newest(name: str) -> Path | None:
+    """The latest record of this name on any GPU, or None."""
+    paths = RESULTS.glob(f"{name}-{DEVICES}.json")
+    return max(paths, key=lambda path: date_of(json.loads(path.read_text())), default=None)
+
+
+def date_of(found: object) -> str:
+    """The last date in the environments of a record, wherever they are in it."""
+    if isinstance(found, list):
+        return max(map(date_of, found), default="")
+    if not isinstance(found, dict):
+        return ""
+    own = found.get("environment", {}).get("date", "")
+    return max([own, *(date_of(part) for part in found.values())])
+
+
+def latest(name: str) -> tuple[dict | None, str]:
+    """The latest record of this name, with rows as dictionaries, and the name of its file."""
+    path = newest(name)
+    return (load(name, path.stem.removeprefix(f"{name}-")), path.stem) if path else (None, "")
+
+
 def picture(name: str, title: str) -> str:
     """A picture of a record, or an empty text if there is none."""
     path = RESULTS / f"{name}.png"
@@ -104,7 +126,7 @@ def ratio(value: float, to: float | None, form: str = "{:.2f}") -> str:
 
 def parts_of_standard(name: str) -> str:
     """Times of the parts of standard attention and of the fused pass, for each problem."""
-    record = load(name)
+    record, stem = latest(name)
     rows = [row for row in record["rows"] if row["suite"] == "parts"] if record else []
     if not record or not rows:
         return ""
@@ -123,7 +145,7 @@ def parts_of_standard(name: str) -> str:
         found += [["sparseflash, one pass", milliseconds(ours), "1.00"]] if ours else []
         parts.append(f"**Batch {problem[0]}, {problem[1]} heads, {problem[2]:,} tokens**")
         parts.append(table(["part", "ms", "ms / ms of sparseflash"], found))
-    parts += [picture(f"{name}-{DEVICE}-parts", "Parts of standard attention"), measured(record)]
+    parts += [picture(f"{stem}-parts", "Parts of standard attention"), measured(record)]
     return paragraphs(parts)
 
 
@@ -133,7 +155,7 @@ def parts_of_standard(name: str) -> str:
 def landscape(name: str) -> str:
     """Times and memory over lengths, and crossings, of one record and of the paper."""
     title, published = KINDS[name]
-    record = load(name)
+    record, stem = latest(name)
     found = lines(map(row_of, record["rows"])) if record else {}
     if not record or not found:
         return ""
@@ -149,7 +171,7 @@ def landscape(name: str) -> str:
     parts = [f"**{title}: milliseconds, both passes**", table(head, times)]
     parts += [f"**{title}: peak MiB without the inputs**", table(head, memory)]
     parts += [f"**{title}: crossings**", crossings(found, published)]
-    parts += [picture(f"{name}-{DEVICE}-landscape", f"{title}: time and memory over lengths")]
+    parts += [picture(f"{stem}-landscape", f"{title}: time and memory over lengths")]
     return paragraphs([*parts, measured(record), record["environment"].get("note", "")])
 
 
@@ -239,7 +261,7 @@ def published_landscape() -> str:
 
 def pretraining(name: str) -> str:
     """Training steps of each model, compared with the first attention at the same size."""
-    record = load(name)
+    record, stem = latest(name)
     if record is None:
         return ""
     first: dict[tuple, dict] = {}
@@ -264,7 +286,7 @@ def pretraining(name: str) -> str:
         )
     head = ["model", "tokens", "attention", "dropout", "padding", "tokens/s"]
     head += ["speed-up", "GiB", "loss", "loss difference"]
-    shown = picture(f"{name}-{DEVICE}", "Throughput, and losses step by step")
+    shown = picture(stem, "Throughput, and losses step by step")
     return paragraphs([table(head, lines), shown, measured(record["rows"][0])])
 
 
@@ -280,8 +302,8 @@ LANGUAGE_MODELS = (
 
 def language_model(name: str) -> str:
     """Bits per byte and throughput of each run, compared with the dense run of its context."""
-    path = RESULTS / f"{name}-{DEVICE}.json"
-    if not path.exists():
+    path = newest(name)
+    if path is None:
         return ""
     record = json.loads(path.read_text())
     runs = record["runs"].values()
@@ -322,7 +344,7 @@ def language_model(name: str) -> str:
 
 def long_step() -> str:
     """Throughput of training steps of 64K bytes, too few to say anything of losses."""
-    record = load("language-model-25m-64k-step")
+    record, _ = latest("language-model-25m-64k-step")
     if record is None:
         return ""
     runs = list(record["runs"].values())
@@ -394,8 +416,8 @@ AUTHORS = {kind: f"long-documents-authors-{kind}" for kind in ("words", "bytes")
 def authors() -> str:
     """Accuracy of encoders of words and of bytes, and of linear models of their counts."""
     floors = json.loads((RESULTS / "long-documents-floors.json").read_text())["floors"]
-    paths = {kind: RESULTS / f"{name}-{DEVICE}.json" for kind, name in AUTHORS.items()}
-    found = {k: json.loads(path.read_text()) for k, path in paths.items() if path.exists()}
+    paths = {kind: path for kind, name in AUTHORS.items() if (path := newest(name))}
+    found = {k: json.loads(path.read_text()) for k, path in paths.items()}
     lines = []
     for length, floor in floors.items():
         lines.append([f"{int(length):,}"])
@@ -430,8 +452,8 @@ def tuned() -> str:
     """Micro F1 of a fine-tuned encoder at each length, for each data set with a record."""
     parts = []
     for name in TUNED:
-        path = RESULTS / f"{name}-{DEVICE}.json"
-        if not path.exists():
+        path = newest(name)
+        if path is None:
             continue
         record = json.loads(path.read_text())
         rows = [
@@ -462,7 +484,6 @@ def or_command(ours: str, command: str) -> str:
 
 def overview() -> str:
     """The subject of each table and figure, and whether there is a record."""
-    there = {path.name.removesuffix(f"-{DEVICE}.json") for path in RESULTS.glob("*.json")}
     rows = []
     for name, asks, page, records in (
         ("Figure 1", "time of the parts of standard attention", "below", ("bench-landscape",)),
@@ -473,7 +494,7 @@ def overview() -> str:
         ("Table 4", "language models with longer contexts", "below", LANGUAGE_MODELS),
         ("Table 5", "classification of long documents", "below", (*AUTHORS.values(), *TUNED)),
     ):
-        found = "yes" if there & set(records) else "not yet"
+        found = "yes" if any(map(newest, records)) else "not yet"
         rows.append([name, asks, page, found])
     return table(["in the paper", "subject", "our results", "record"], rows)
 

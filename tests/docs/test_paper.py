@@ -40,7 +40,7 @@ def row(text: str, name: str) -> list[str]:
     return [cell.strip() for cell in found.split("|")[2:-1]]
 
 
-def landscape(folder, name="bench-landscape"):
+def landscape(folder, name="bench-landscape", machine="nvidia-h200", date=""):
     """sdpa is slower from 256 tokens on; linformer was measured at 128 tokens alone."""
     times = {"sparseflash": (2.0, 4.0), "sdpa": (1.0, 8.0), "linformer": (3.0,)}
     rows = [
@@ -57,8 +57,8 @@ def landscape(folder, name="bench-landscape"):
         for i, ms in parts.items()
     ]
     saved = record(rows)
-    saved.environment = FACTS
-    saved.save(folder / f"{name}-nvidia-h200.json")
+    saved.environment = FACTS | ({"date": date} if date else {})
+    saved.save(folder / f"{name}-{machine}.json")
 
 
 def test_what_has_no_record_says_so(paper):
@@ -88,6 +88,17 @@ def test_figures_1_and_3(paper, tmp_path):
     assert "bench-landscape-nvidia-h200-landscape.png" in paper.TABLES["landscape"]()
     landscape(tmp_path, "bench-landscape-dropout")
     assert "**With dropout 0.1: milliseconds" in paper.TABLES["landscape"]()
+
+
+def test_the_latest_of_several_gpus_is_shown(paper, tmp_path):
+    for machine, date in (("nvidia-h200", "2026-01-02"), ("nvidia-h100-80gb-hbm3", "2026-01-03")):
+        landscape(tmp_path, machine=machine, date=date)
+        (tmp_path / f"bench-landscape-{machine}-landscape.png").touch()
+    shown = paper.TABLES["landscape"]()
+    assert "bench-landscape-nvidia-h100-80gb-hbm3-landscape.png" in shown
+    assert ("2026-01-03" in shown, "2026-01-02" in shown) == (True, False)
+    landscape(tmp_path, date="2026-01-04")
+    assert "2026-01-04" in paper.TABLES["landscape"]()
 
 
 def test_tables_1_and_2(paper, tmp_path):
