@@ -116,8 +116,12 @@ def _own_part(
         out, lse = prepared.own.forward(query, key, value)
     else:
         wide = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_zeros(*query.shape[:3], value.shape[3])
-        lse = query.new_full(query.shape[:3], -math.inf, dtype=wide)
+        shape = (*query.shape[:3], value.shape[3])
+        if prepared.every_row_waits:  # steps write every row
+            out, lse = query.new_empty(shape), query.new_empty(shape[:3], dtype=wide)
+        else:
+            out = query.new_zeros(shape)
+            lse = query.new_full(query.shape[:3], -math.inf, dtype=wide)
     if shared is not None:
         shared.attend(key, value)
     return out, lse
@@ -162,7 +166,18 @@ class _Backward:
     def run(self) -> list[Tensor | None]:
         """The gradients of query, key, value, bias, block scores and all score tensors."""
         returning: list[_Return] = []
-        if len(self._saved) == len(self._steps):
+        if len(self._saved) == len(self._steps) and self._prepared.own is None:
+            # Nothing is left to compute after the steps: the gradients of each one are added and
+            # freed while the next one is computed.
+            self._add_own()
+            for number, packed in enumerate(self._saved):
+                grads = self._grads_of_step(number, packed)
+                arriving, returning = returning, self._returned(number, grads)
+                self._add_step(number, grads)
+                del grads
+                for each in arriving:
+                    each.add_to(*self._grads[1:3])
+        elif len(self._saved) == len(self._steps):
             # Saved steps first, so that their gradients are sent while the own part is computed.
             grads_of_steps = []
             for number, packed in enumerate(self._saved):
@@ -203,11 +218,11 @@ class _Backward:
     def _add_own(self) -> None:
         prepared, wide = self._prepared, self._lse.dtype
         if prepared.own is None:
+            keys = prepared.every_key_waits
+            written = (prepared.every_row_waits, keys, keys, False, False, False)
             self._grads = [
-                torch.zeros_like(like, memory_format=torch.contiguous_format)
-                if like is not None and needed
-                else None
-                for like, needed in zip(self._inputs, self._needs, strict=True)
+                None if like is None or not needed else _unwritten(like) if all_ else _zeros(like)
+                for like, needed, all_ in zip(self._inputs, self._needs, written, strict=True)
             ]
         else:
             saved = (self._query, self._key, self._value, self._out, self._lse)
@@ -295,6 +310,14 @@ class _Backward:
             rows = torch.arange(scores.shape[2], device=scores.device)
         total[:, heads.of(scores.shape[1])][:, :, rows.unsqueeze(1), columns] = blocks
         return total
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, memory_format=torch.contiguous_format)
+
+
+def _unwritten(like: Tensor) -> Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def _add(

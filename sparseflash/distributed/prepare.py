@@ -74,6 +74,23 @@ class Prepared:
         tensors = (self.query, self.key, self.value)
         return self._call(*tensors, part.mask, part.positions, None, part.columns, Heads())
 
+    @property
+    def every_row_waits(self) -> bool:
+        """Whether the steps compute the result of each own query for each head, and once."""
+        waiting = [count(step.round.queries) for step in self.part.steps]
+        return self._once(waiting, self.query.shape[2])
+
+    @property
+    def every_key_waits(self) -> bool:
+        """Whether each own key is attended in one step for each head."""
+        return self._once([count(step.round.own) for step in self.part.steps], self.key.shape[2])
+
+    def _once(self, tokens: Sequence[int], own: int) -> bool:
+        steps = self.part.steps
+        if self.plan.split != "rows" or not steps or len(steps) != steps[0].heads.groups:
+            return False
+        return all(each == own for each in tokens)
+
     def call_of(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> Call:
         """The call for the queries and keys of a step."""
         each, heads = step

@@ -35,6 +35,7 @@ def mask_of(name: str) -> BlockMask:
         "window and sink": (masks.local((40, 0)) | masks.global_tokens([0, 1])) & causal,
         "random": masks.random(0.2, seed=1),
         "global tokens": masks.local(10) | masks.global_tokens([3, 100]),
+        "butterfly": masks.butterfly(),
         "documents": masks.documents([16] * 13 + [2]),
         "head masks": masks.stack([causal, near, near, masks.random(0.3, seed=2)]),
         "key head masks": masks.stack([causal, masks.random(0.3, seed=2)]),
@@ -79,6 +80,17 @@ def errors(
         extras |= {"score": _score_of_tensors(), "table": table}
     tensors = inputs(extras.pop("dtype", torch.float64), extras.pop("value_dim", DIMS))
     return _errors(rank, plan, (mask, None), tensors, extras)
+
+
+def errors_with_filled_memory(rank: int, split: str) -> dict[str, float]:
+    """`errors` of a butterfly, whose rows all wait; memory that is not written holds NaN."""
+    torch.use_deterministic_algorithms(True)  # then torch.empty fills memory
+    try:
+        plan = make_plan(mask_of("butterfly"), dist.get_world_size(), "contiguous", split=split)
+        assert (plan.part(rank).mask is None) == (split == "rows")
+        return errors(rank, "butterfly", "contiguous", split, {})
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @cache

@@ -58,6 +58,11 @@ def test_same_as_one_process(ranks, mask, strategy, split):
     check_exact(ranks.run(cases.errors, mask, strategy, split, {}))
 
 
+@pytest.mark.parametrize("split", ["rows", "keys"])
+def test_every_result_and_gradient_is_written(ranks, split):
+    check_exact(ranks.run(cases.errors_with_filled_memory, split))
+
+
 EXTRAS = {
     "dropout": {"dropout_p": 0.3, "seed": 2**40 + 5},
     "key lengths": {"key_lengths": torch.tensor([cases.LENGTH, 77])},
