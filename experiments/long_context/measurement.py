@@ -1,9 +1,10 @@
 """Measures attention with plans and baselines on the ranks of a case: see `scaling`."""
 
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -30,6 +31,7 @@ BUDGET_S = 1.0  # time for the runs of one pass of one implementation
 MAX_RUNS = 10
 OWN = (Way.PLAN, 1)  # the reference of efficiency
 TIMEOUT = timedelta(minutes=5)
+ROOM = 0.95  # the part of the memory of a device that a run may need
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class Row:
         shared_rows: Number of shared block rows.
         imbalance: Largest number of blocks of a rank over the mean.
         peak_bytes: Largest memory of a rank during both passes, without inputs.
-        difference: Largest difference of out and gradients to those of the all-gather, relative to
-            the largest value.
+        difference: Largest difference of out and gradients to those of the first implementation
+            of the case, which is the all-gather if it fits, relative to the largest value.
     """
 
     kind: str
@@ -95,6 +97,8 @@ def start() -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        # A kernel of attention fills the device: an exchange that starts later would wait for it.
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
         return device
     dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -108,46 +112,89 @@ def agreed(mine: bool, device: torch.device) -> bool:
     return bool(said)
 
 
-def measure(setting: Setting, case: Case) -> list[Row]:
-    """The rows of a case, equal on all of its ranks."""
-    whole = _inputs(setting, case.seq_len)
-    expected, rows = None, []
-    for way, plan in case.plans.items():  # the all-gather first
-        attend, own = _prepared(setting, way, plan, whole, case.k)
-        found = _gathered(setting, plan, _passes(attend, own))
-        expected = found if expected is None else expected
-        difference = max(_difference(*pair) for pair in zip(found, expected, strict=True))
-        if not difference < TOLERANCE:
-            raise RuntimeError(
-                f"{way} on {case.pattern} differs from the all-gather by {difference}"
-            )
-        del found
-        rows.append(_row(setting, case, way, difference, attend, own))
-        del attend, own
-    return rows
+def measure(setting: Setting, case: Case) -> tuple[list[Row], dict[str, str]]:
+    """(rows of a case, why an implementation was skipped), equal on all of its ranks."""
+    expected, rows, skipped = None, [], {}
+    for way in case.plans:  # the all-gather first
+        needed, most = _needed_bytes(setting, case, way), _memory(setting.device)
+        if needed > ROOM * most:
+            skipped[way] = f"needs about {needed / 1e9:.0f} of {most / 1e9:.0f} GB of a device"
+            continue
+        try:
+            row, found = _measured(setting, case, way, expected)
+        except torch.OutOfMemoryError:
+            if setting.group is not None:  # the other ranks wait in an exchange
+                raise
+            skipped[way] = "out of memory"
+        else:
+            expected = found if expected is None else expected
+            rows.append(row)
+        if setting.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows, skipped
 
 
-def _inputs(setting: Setting, seq_len: int) -> tuple[Tensor, ...]:
-    """query, key, value and the gradient of out of the whole sequence, the same on every rank."""
+def _measured(
+    setting: Setting, case: Case, way: Way, expected: tuple[Tensor, ...] | None
+) -> tuple[Row, tuple[Tensor, ...]]:
+    """(row, results) of an implementation, whose results are compared with the expected ones."""
+    plan = case.plans[way]
+    attend, own = _prepared(setting, way, plan, case.k)
+    found = _gathered(setting, plan, _passes(attend, own))
+    difference = max(_difference(*pair) for pair in zip(found, expected or found, strict=True))
+    if not difference < TOLERANCE:
+        raise RuntimeError(
+            f"{way} on {case.pattern} differs from the first implementation by {difference}"
+        )
+    return _row(setting, case, way, difference, attend, own), found
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes of memory of a GPU; unlimited on CPUs."""
+    if device.type != "cuda":
+        return math.inf
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def _needed_bytes(setting: Setting, case: Case, way: Way) -> float:
+    """An estimate, from above, of the memory of both passes on the rank that needs most.
+
+    A rank has query, out, both gradients and dQ in float32, key, value and their gradients. For
+    what it fetches it has keys and values, their gradients, and copies that are sent and received.
+    """
+    plan, sizes = case.plans[way], setting.sizes
+    own = len(plan.positions(setting.rank))
+    keys = 4 * own
+    if case.ranks > 1 and way is Way.GATHER:
+        keys += 6 * case.seq_len + 4 * own
+    elif case.ranks > 1:
+        part = plan.part(setting.rank, setting.device, plan.head_groups(sizes.kv_heads))
+        keys += sum(4 * each.attended + 6 * each.received for each in part.rounds[:2])
+    tokens = 7 * own * sizes.heads + keys * sizes.kv_heads
+    return _over_ranks(setting, tokens * sizes.head_dim * sizes.dtype.itemsize)
+
+
+def _inputs(setting: Setting, plan: ContextPlan) -> Iterator[Tensor]:
+    """Own query, key, value and gradient of out, one at a time: each is made of all tokens."""
     sizes = setting.sizes
     heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)
     generator = torch.Generator(setting.device).manual_seed(0)
-    return tuple(
-        torch.randn(
-            *(1, n, seq_len, sizes.head_dim),
+    for n in heads:
+        whole = torch.randn(
+            *(1, n, plan.seq_len, sizes.head_dim),
             generator=generator,
             device=setting.device,
             dtype=sizes.dtype,
         )
-        for n in heads
-    )
+        yield plan.shard(whole, setting.rank, 2)
+        del whole
 
 
 def _prepared(
-    setting: Setting, way: Way, plan: ContextPlan, whole: tuple[Tensor, ...], k: int | None
+    setting: Setting, way: Way, plan: ContextPlan, k: int | None
 ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
     """A function of own query, key and value, and these with the gradient of out."""
-    query, key, value, grad_out = (plan.shard(x, setting.rank, 2) for x in whole)
+    query, key, value, grad_out = _inputs(setting, plan)
     own = (*(x.requires_grad_() for x in (query, key, value)), grad_out)
     support = plan.mask_of(setting.rank).to(setting.device)
     mask: BlockMask | DynamicMask = support
@@ -179,7 +226,7 @@ def _gathered(
 ) -> tuple[Tensor, ...]:
     """Sums over dims for each token of the sequence: small, but they depend on every element."""
     weights = torch.linspace(-1, 1, setting.sizes.head_dim, device=setting.device)
-    sums = [(x.float() * weights).sum(-1) for x in shards]
+    sums = [torch.stack([h.float() @ weights for h in x.unbind(1)], 1) for x in shards]
     return tuple(gather(x, plan, 2, setting.group) for x in sums)
 
 
@@ -203,8 +250,10 @@ def _row(
         return _passes(attend, own)
 
     forward_ms, total_ms = _time(setting, forward), _time(setting, both)
-    with nothing_exchanged():
-        silent = (_time(setting, forward), _time(setting, both))
+    silent = (forward_ms, total_ms)
+    if setting.group is not None:
+        with nothing_exchanged():
+            silent = (_time(setting, forward), _time(setting, both))
     with counted() as received:
         forward()
     # Results are freed at the next run, as in a training step.

@@ -11,12 +11,14 @@ compared with those of the all-gather. On CPUs it uses gloo and small sizes.
 - The record has the predicted times of every plan before anything is measured. --machine sets the
   rates of the prediction, which `experiments.long_context.calibrate` fits to other records. With
   --dry-run it only plans and predicts, and needs no other process.
+- An implementation that does not fit the memory of a device is skipped, and the record says so.
 - A time is the median over runs of the slowest rank. Ranks start each run at the same time.
 - Exposed communication is the time minus the time of the same run without exchanges.
 - Weak efficiency compares the useful FLOP/s of a rank with those of a single rank, because with
   most patterns the work of a token grows with the sequence.
 
-It writes long-context-KIND-RANKS-<device>.json and pictures.
+It writes long-context-KIND-RANKS-<device>.json and pictures. The name also has the chosen tokens,
+and the heads if keys have fewer: long-context-strong-2m-16-4-heads-2-<device>.json.
 """
 
 import os
@@ -89,7 +91,8 @@ def main(
     said = [predicted(case, rates, sizes) for case in found]
     log = None
     if rank == 0:
-        name = f"long-context-{kind}-{count}" + ("-predicted" if dry_run else "")
+        name = "-".join(["long-context", kind, *_choices(tokens, heads, kv_heads), f"{count}"])
+        name += "-predicted" if dry_run else ""
         facts = {"machine": asdict(rates), "predicted": [asdict(each) for each in said]}
         facts |= {"window": window, "torchrun": count, "kind": kind}
         log = Log(name, device.type, output, overwrite, **facts)
@@ -101,13 +104,15 @@ def main(
             left = seconds - (time.monotonic() - begin)
             if not measurement.agreed(left > 0, device):
                 continue
-            rows = []
+            rows, skipped = [], {}
             if rank < case.ranks:
                 group = groups[case.ranks] if case.ranks > 1 else None
                 setting = measurement.Setting(kind, sizes, group, rank, device)
-                rows = measurement.measure(setting, case)
+                rows, skipped = measurement.measure(setting, case)
             if log is not None:
-                log.add(f"{case.pattern}, {case.ranks} ranks", rows, {}, complete=False)
+                problem = f"{case.pattern}, {case.ranks} ranks"
+                log.add(problem, rows, skipped, complete=False)
+                print(f"{problem}: {time.monotonic() - begin:.0f} s", flush=True)
             dist.barrier()
     if log is not None:
         measurement.show_predicted(said)
@@ -119,6 +124,14 @@ def main(
     if not dry_run:
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _choices(tokens: int | None, heads: int, kv_heads: int) -> list[str]:
+    """The parts of the name of a record that say which sizes were chosen."""
+    binary = {"m": 2**20, "k": 2**10, "": 1}
+    unit = next(name for name, size in binary.items() if (tokens or 1) % size == 0)
+    found = [] if tokens is None else [f"{tokens // binary[unit]}{unit}"]
+    return found if heads == kv_heads else [*found, f"{heads}-{kv_heads}-heads"]
 
 
 if __name__ == "__main__":

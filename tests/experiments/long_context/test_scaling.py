@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 from unittest.mock import patch
 
 import pytest
@@ -32,6 +33,7 @@ from sparseflash.distributed.simulation import Attention, Machine
 ROOT = Path(__file__).parents[3]
 SMALL = ["--tokens", "512", "--heads", "2", "--kv-heads", "1", "--head-dim", "16"]
 SMALL += ["--window", "256"]
+PREDICTED = "long-context-weak-512-2-1-heads-8-predicted-cpu"
 OF_FOUR = ["documents", "top-k"]  # patterns that a run on four processes measures
 
 
@@ -94,7 +96,7 @@ def test_a_dry_run_predicts_what_a_run_would_measure(tmp_path, monkeypatch):
     arguments += ["--output", str(tmp_path), "--machine", str(machine)]
     done = run(*arguments)
     assert done.exit_code == 0, done.output
-    record = json.loads((tmp_path / "long-context-weak-8-predicted-cpu.json").read_text())
+    record = json.loads((tmp_path / f"{PREDICTED}.json").read_text())
     assert (record["complete"], record["rows"]) == (True, [])
     assert record["machine"]["tflops"] == 2.0
     found = [(each["pattern"], each["prediction"]["ranks"]) for each in record["predicted"]]
@@ -103,11 +105,45 @@ def test_a_dry_run_predicts_what_a_run_would_measure(tmp_path, monkeypatch):
         assert each["seq_len"] == 512 * each["prediction"]["ranks"]
         assert len(each["demand"]["moved"]) == each["prediction"]["ranks"]
     for suffix in ("png", "svg"):
-        assert (tmp_path / f"long-context-weak-8-predicted-cpu.{suffix}").exists()
+        assert (tmp_path / f"{PREDICTED}.{suffix}").exists()
     # Of the processes of torchrun one does it.
     monkeypatch.setenv("RANK", "1")
     assert run(*arguments[:2], "--output", str(tmp_path / "none")).exit_code == 0
     assert not (tmp_path / "none").exists()
+
+
+def test_names_of_records_have_the_chosen_sizes():
+    assert scaling._choices(None, 16, 16) == []
+    assert scaling._choices(2**21, 16, 16) == ["2m"]
+    assert scaling._choices(3 * 2**17, 32, 8) == ["384k", "32-8-heads"]
+    assert scaling._choices(1000, 4, 4) == ["1000"]
+
+
+def test_what_does_not_fit_is_skipped():
+    """A ring needs more memory than a plan, and a plan on one rank more than on two."""
+    group = mock.Mock()
+    setting = measurement.Setting(
+        *(Kind.STRONG, Attention(4, 4, 64, dtype=torch.bfloat16), group, 0, torch.device("cpu"))
+    )
+    (one,), (two,) = (list(cases(Kind.STRONG, 8192, [n], 1024, ["window"])) for n in (1, 2))
+    with mock.patch.object(measurement, "_over_ranks", lambda _, number: number):
+        needed = {
+            (case.ranks, way): measurement._needed_bytes(setting, case, way)
+            for case in (one, two)
+            for way in case.plans
+        }
+        most = needed[2, Way.PLAN] / measurement.ROOM
+        with (
+            mock.patch.object(measurement, "_memory", return_value=most),
+            mock.patch.object(measurement, "_measured", return_value=("row", (torch.zeros(1),))),
+        ):
+            rows, skipped = measurement.measure(setting, two)
+            assert measurement.measure(setting, one)[0] == []
+    assert needed[2, Way.PLAN] < needed[2, Way.RING] < needed[2, Way.GATHER]
+    assert needed[2, Way.PLAN] < 0.6 * needed[1, Way.PLAN]
+    assert rows == ["row"]
+    assert set(skipped) == {Way.RING, Way.GATHER}
+    assert skipped[Way.RING].startswith("needs about 0 of 0 GB")
 
 
 def test_wrong_options_are_named():
@@ -133,7 +169,7 @@ def test_predictions_are_on_disk_before_anything_is_measured(tmp_path, monkeypat
     finally:
         dist.destroy_process_group()
     assert "the first measurement" in str(done.exception)
-    record = json.loads((tmp_path / "long-context-strong-1-cpu.json").read_text())
+    record = json.loads((tmp_path / "long-context-strong-512-2-1-heads-1-cpu.json").read_text())
     assert (record["complete"], record["rows"]) == (False, [])
     assert len(record["predicted"]) == 6
 
@@ -189,7 +225,7 @@ def test_a_weak_run_on_four_processes(four_ranks, tmp_path):
 
 
 def check_record(folder, kind, ranks, only):
-    (path,) = folder.glob(f"long-context-{kind}-{ranks}-*.json")
+    (path,) = folder.glob(f"long-context-{kind}-512-2-1-heads-{ranks}-*.json")
     record = json.loads(path.read_text())
     rows, counts = record["rows"], [n for n in (1, 2, 4) if n <= ranks]
     assert record["complete"]
