@@ -14,22 +14,23 @@ TIMEOUT = 60.0  # seconds; of a test that is about no failure
 
 
 class Ranks:
-    """Processes of one gloo group, each of which runs what it is asked for.
+    """Processes of one group, each of which runs what it is asked for.
 
     Args:
         count: How many.
         file: A path where they may meet.
         timeout: Seconds after which one that waits for another gives up.
+        backend: "gloo", or "nccl" with a GPU for each process.
     """
 
-    def __init__(self, count: int, file: Path, timeout: float = TIMEOUT):
+    def __init__(self, count: int, file: Path, timeout: float = TIMEOUT, backend: str = "gloo"):
         # One process imports what all need, and is forked before it computes anything.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.helpers.context_parallel"])
         self._pipes, self._processes = [], []
         for rank in range(count):
             here, there = context.Pipe()
-            arguments = (rank, count, f"file://{file}", timeout, there)
+            arguments = (rank, count, f"file://{file}", timeout, backend, there)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._pipes.append(here)
@@ -65,10 +66,15 @@ class Ranks:
                 process.kill()
 
 
-def _serve(rank: int, count: int, meeting: str, timeout: float, pipe) -> None:
+def _serve(rank: int, count: int, meeting: str, timeout: float, backend: str, pipe) -> None:
     torch.set_num_threads(1)
+    device = None
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo",
+        backend,
+        device_id=device,
         init_method=meeting,
         rank=rank,
         world_size=count,

@@ -1,0 +1,89 @@
+"""What each rank does in tests of attention over a sequence that GPUs share."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import masks
+import sparseflash
+from masks import BlockMask
+from sparseflash.distributed import context_parallel_attention, gather, make_plan
+
+HEADS, KV_HEADS, LENGTH, DIMS, BLOCK = 4, 2, 2000, 128, 128
+
+
+def mask_of(name: str) -> BlockMask:
+    """The mask of a case, of LENGTH tokens."""
+    causal = masks.causal()
+    patterns = {
+        "causal": causal,
+        "window": masks.local((300, 0)),
+        "butterfly": masks.butterfly(),
+        "global tokens": masks.local(200) | masks.global_tokens(list(range(BLOCK))),
+        "documents": masks.documents([700, 900, 400]),  # the second rank fetches nothing
+        "head masks": masks.stack([causal, masks.local((200, 0)), masks.butterfly(), causal]),
+        "nothing": masks.full() - masks.full(),
+    }
+    return patterns[name](LENGTH, BLOCK)
+
+
+def errors(
+    rank: int, name: str, options: dict[str, Any], extras: dict[str, Any], k: int | None = None
+) -> dict[str, float]:
+    """The largest difference to one GPU of out and gradients, relative to the largest value.
+
+    Args:
+        rank: Number of this rank.
+        name: Name of the mask.
+        options: Arguments of make_plan.
+        extras: Arguments of attention.
+        k: Number of blocks that a DynamicMask selects for each block row; None for all.
+    """
+    device = torch.device("cuda", rank)
+    mask = mask_of(name)
+    plan = make_plan(mask, dist.get_world_size(), **options)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, device=device)
+
+    shapes = [(2, heads, LENGTH, DIMS) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    *whole, grad_out = (normal(*shape).bfloat16() for shape in shapes)
+    scores = normal(mask.grid.nq, mask.grid.nk)
+    own = [plan.shard(x, rank, 2).requires_grad_() for x in whole]
+    whole = [x.requires_grad_() for x in whole]
+    used, selected = mask.to(device), None
+    if k is not None:
+        used = used.select_topk(scores, k)
+        rows = plan.part(rank, device).rows
+        selected = plan.mask_of(rank).to(device).select_topk(scores[rows], k)
+    extras = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in extras.items()}
+    out = sparseflash.attention(*whole, used, **extras)
+    expected = (out.detach(), *torch.autograd.grad(out, whole, grad_out))
+    found = context_parallel_attention(*own, plan, mask=selected, **extras)
+    grads = torch.autograd.grad(found, own, plan.shard(grad_out, rank, 2))
+    names = ("out", "query", "key", "value")
+    results = zip(names, (found.detach(), *grads), expected, strict=True)
+    return {name: _difference(gather(x, plan, 2), y) for name, x, y in results}
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    gap = (found.float() - expected.float()).abs().max()
+    return float(gap / expected.float().abs().max().clamp(min=1e-9))
+
+
+def same_bits(rank: int, name: str) -> bool:
+    """Whether two runs of both passes give the same bits."""
+    device = torch.device("cuda", rank)
+    plan = make_plan(mask_of(name), dist.get_world_size())
+    generator = torch.Generator(device).manual_seed(0)
+    whole = torch.randn(3, 1, KV_HEADS, LENGTH, DIMS, generator=generator, device=device)
+    results = []
+    for _ in range(2):
+        own = plan.shard(whole.bfloat16(), rank, 3).requires_grad_()
+        out = context_parallel_attention(*own.unbind(), plan)
+        out.float().square().sum().backward()
+        results.append((out, own.grad))
+    return all(torch.equal(x, y) for x, y in zip(*results, strict=True))

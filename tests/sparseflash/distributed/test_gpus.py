@@ -1,0 +1,62 @@
+"""Attention over a sequence that two GPUs share through NCCL, against one GPU, in bfloat16."""
+
+import pytest
+import torch
+
+from tests.helpers import context_gpus as cases
+from tests.helpers.ranks import Ranks
+
+WITHIN = 0.02  # of the largest value: bfloat16 has 8 bits, and results of parts are rounded to it
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+@pytest.fixture(scope="module")
+def two_gpus(tmp_path_factory):
+    started = Ranks(2, tmp_path_factory.mktemp("ranks") / "meeting", 240, "nccl")
+    yield started
+    started.close()
+
+
+def check(answers, within=WITHIN):
+    for answer in answers:
+        assert isinstance(answer, dict), answer
+        assert max(answer.values()) < within, answer
+
+
+@pytest.mark.parametrize("split", ["rows", "keys", "auto"])
+@pytest.mark.parametrize("mask", ["window", "butterfly", "causal"])
+def test_same_as_one_gpu(two_gpus, mask, split):
+    check(two_gpus.run(cases.errors, mask, {"split": split}, {}))
+
+
+@pytest.mark.parametrize("mask", ["global tokens", "documents", "head masks", "nothing"])
+def test_masks_with_shared_rows_or_little_exchange(two_gpus, mask):
+    check(two_gpus.run(cases.errors, mask, {"strategy": "contiguous"}, {}))
+
+
+def test_rounds(two_gpus):
+    check(two_gpus.run(cases.errors, "causal", {"round_tokens": 512}, {}))
+
+
+@pytest.mark.parametrize("split", ["rows", "keys"])
+def test_key_lengths(two_gpus, split):
+    lengths = torch.tensor([cases.LENGTH, 777])
+    check(two_gpus.run(cases.errors, "window", {"split": split}, {"key_lengths": lengths}))
+
+
+@pytest.mark.parametrize("split", ["rows", "keys"])
+def test_blocks_that_each_rank_selects(two_gpus, split):
+    check(two_gpus.run(cases.errors, "causal", {"split": split}, {}, 4))
+
+
+def test_dropout_drops_the_same_pairs(two_gpus):
+    extras = {"dropout_p": 0.2, "seed": 7, "backend": "triton"}
+    check(two_gpus.run(cases.errors, "causal", {"strategy": "zigzag"}, extras))
+
+
+@pytest.mark.parametrize("mask", ["butterfly", "global tokens"])
+def test_the_same_inputs_give_the_same_bits(two_gpus, mask):
+    assert two_gpus.run(cases.same_bits, mask) == [True, True]
