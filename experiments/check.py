@@ -7,6 +7,7 @@ O(rows x keys) at any sequence length.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,10 +62,27 @@ class Extras:
         )
 
 
+class SampledRows(NamedTuple):
+    """Sampled queries of a mask. To find their keys takes longer than the rest of a check.
+
+    Attributes:
+        rows: Numbers of the queries.
+        allowed: See dense_rows.
+    """
+
+    rows: Tensor
+    allowed: Tensor
+
+    @classmethod
+    def of(cls, mask: BlockMask, device: torch.device) -> "SampledRows":
+        rows = sample_rows(mask.seq_len[0]).to(device)
+        return cls(rows, dense_rows(mask, rows))
+
+
 def check(
     attend: Attend,
     inputs: Sequence[Tensor],
-    mask: BlockMask,
+    sample: SampledRows,
     what: str,
     backward: bool = True,
     extras: Extras | None = None,
@@ -74,13 +92,13 @@ def check(
     Args:
         inputs: query (batch, heads, q_len, head_dim), key and value (batch, kv_heads, k_len,
             head_dim), which require gradients.
+        sample: The queries that are compared.
 
     Raises:
         CheckError: An error is too large; the message names `what`, the tensor and its worst row.
     """
     query = inputs[0]
-    rows = sample_rows(query.shape[2]).to(query.device)
-    allowed = dense_rows(mask, rows)
+    rows, allowed = sample
     keep = None
     if extras is not None:
         allowed = allowed & extras.keys(inputs[1].shape[2], query.device)

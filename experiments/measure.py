@@ -17,7 +17,7 @@ from experiments.baselines import (
     attend_sparseflash,
     standard_parts,
 )
-from experiments.check import Attend, Extras, check
+from experiments.check import Attend, Extras, SampledRows, check
 from experiments.cli import Baseline, Clock, Load
 from experiments.pattern_families import Problem
 from experiments.record import Measurement, is_ours
@@ -136,12 +136,13 @@ def measure(
     """
     device, dtype = torch.device(method.device), DTYPES[method.dtype]
     inputs, grad_out = random_problem(case, dtype, device, method.seed)
+    sample = SampledRows.of(case.problem.mask, device)
     skips = SkipReasons()
     passes: dict[str, dict[str, Prepare]] = {}
     for name in implementations:
         log(f"checking {name} on {case}")
         with skips.catch(name):
-            passes[name] = checked(name, case, method, inputs, grad_out, skips)
+            passes[name] = checked(name, case, method, inputs, grad_out, sample, skips)
     times: dict[tuple[str, str], dict[str, Any]] = {}
     for direction in case.directions(method):
         log(f"timing {case}, {direction}")
@@ -176,7 +177,13 @@ class SkipReasons:
 
 
 def checked(
-    name: str, case: Case, method: Method, inputs, grad_out, skips: SkipReasons
+    name: str,
+    case: Case,
+    method: Method,
+    inputs,
+    grad_out,
+    sample: SampledRows,
+    skips: SkipReasons,
 ) -> dict[str, Prepare]:
     """The passes of an implementation, after its results were checked.
 
@@ -189,8 +196,7 @@ def checked(
     if not is_ours(name):  # its dropout uses another random generator
         checked_attend, extras = make_attend(name, case.problem), Extras()
     directions = case.directions(method)
-    what, mask = f"{name} on {case}", case.problem.mask
-    facts = (checked_attend, inputs, mask, what)
+    facts = (checked_attend, inputs, sample, f"{name} on {case}")
     try:
         if not is_ours(name) and Baseline(name).approximate:
             check_finite(attend, inputs, grad_out)

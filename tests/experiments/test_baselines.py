@@ -16,7 +16,7 @@ from experiments.baselines import (
     attend_standard,
     flex_mask,
 )
-from experiments.check import check
+from experiments.check import SampledRows, check
 from experiments.cli import Baseline
 from experiments.pattern_families import Problem
 from masks import interop
@@ -59,9 +59,8 @@ def test_a_backend_may_be_asked_for_sums_in_any_order(named, deterministic, inpu
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=list(PROBLEMS))
 def test_flex_gets_exactly_the_same_mask(problem, inputs):
     block_mask = flex_mask(problem)
-    check(
-        lambda *t: flex_attention(*t, block_mask=block_mask), inputs, problem.mask, "flex", False
-    )
+    sample = SampledRows.of(problem.mask, CPU)
+    check(lambda *t: flex_attention(*t, block_mask=block_mask), inputs, sample, "flex", False)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=list(PROBLEMS))
@@ -135,7 +134,8 @@ def test_flash_attention_4_is_given_the_mask_by_query_and_by_key(flash4, inputs)
 def test_dense_baselines_compute_the_dense_masks(attend, dense, inputs):
     mask = compiled(getattr(masks, dense)())
     leaves = [t.requires_grad_() for t in inputs]
-    check(attend(Baseline.SDPA, dense == "causal"), leaves, mask, dense)
+    sample = SampledRows.of(mask, CPU)
+    check(attend(Baseline.SDPA, dense == "causal"), leaves, sample, dense)
 
 
 def test_a_dense_baseline_refuses_a_sparse_mask():
@@ -198,7 +198,8 @@ def cudnn(monkeypatch):
 def test_cudnn_is_given_the_mask(baseline):
     problem = Problem("", masks.butterfly()(256, 64))
     inputs = [torch.randn(2, 2, 256, 16).requires_grad_() for _ in range(3)]
-    check(attend_baseline(baseline, problem), inputs, problem.mask, baseline)
+    sample = SampledRows.of(problem.mask, CPU)
+    check(attend_baseline(baseline, problem), inputs, sample, baseline)
 
 
 @pytest.mark.usefixtures("cudnn")

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import masks
-from experiments.check import CheckError, _compare, check, dense_rows
+from experiments import check as checking
+from experiments.check import CheckError, SampledRows, _compare, dense_rows
 
 N = 200
 MASKS = {
@@ -23,6 +24,10 @@ def mask(request):
 @pytest.fixture
 def inputs():
     return [torch.randn(2, 2, N, 16, requires_grad=True) for _ in range(3)]
+
+
+def check(attend, inputs, mask, what, **options):
+    checking.check(attend, inputs, SampledRows.of(mask, inputs[0].device), what, **options)
 
 
 def exact(mask):
