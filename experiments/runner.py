@@ -1,5 +1,6 @@
 """Runs the cases of a suite and stores them in a record; an interrupted run can be resumed."""
 
+import gc
 import json
 import math
 import time
@@ -110,6 +111,9 @@ def run(cases: Cases, method: Method, record: Record, path: Path, console: Conso
         first = planned[0]
         # All others are compared with the first one, so a cold start must not affect it.
         measure(first, first.implementations[:1], method)
+        # Modules are not garbage. To look through them took longer than to time a call.
+        gc.collect()
+        gc.freeze()
         for case in planned:
             known_of_case = case.family, case.problem.label, case.group
             lacking = [c for c in case.implementations if (c, *known_of_case) not in known]
