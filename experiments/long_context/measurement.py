@@ -31,7 +31,7 @@ BUDGET_S = 1.0  # time for the runs of one pass of one implementation
 MAX_RUNS = 10
 OWN = (Way.PLAN, 1)  # the reference of efficiency
 TIMEOUT = timedelta(minutes=5)
-ROOM = 0.95  # the part of the memory of a device that a run may need
+USABLE = 0.95  # the part of the memory of a device that a run may need
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def measure(setting: Setting, case: Case) -> tuple[list[Row], dict[str, str]]:
     expected, rows, skipped = None, [], {}
     for way in case.plans:  # the all-gather first
         needed, most = _needed_bytes(setting, case, way), _memory(setting.device)
-        if needed > ROOM * most:
+        if needed > USABLE * most:
             skipped[way] = f"needs about {needed / 1e9:.0f} of {most / 1e9:.0f} GB of a device"
             continue
         try:

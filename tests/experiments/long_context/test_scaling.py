@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_skipped():
             for case in (one, two)
             for way in case.plans
         }
-        most = needed[2, Way.PLAN] / measurement.ROOM
+        most = needed[2, Way.PLAN] / measurement.USABLE
         with (
             mock.patch.object(measurement, "_memory", return_value=most),
             mock.patch.object(measurement, "_measured", return_value=("row", (torch.zeros(1),))),
