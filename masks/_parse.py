@@ -91,9 +91,10 @@ def _evaluate(node: ast.expr) -> Pattern:
         case ast.Name(name):
             return call_builtin(name)
         case ast.Call(ast.Name(name), args, keywords):
-            return call_builtin(
-                name, *map(_literal, args), **{str(k.arg): _literal(k.value) for k in keywords}
-            )
+            named = {str(k.arg): _literal(k.value) for k in keywords}
+            if len(named) < len(keywords):
+                raise ValueError(f"an argument of {name} is given twice")
+            return call_builtin(name, *map(_literal, args), **named)
     raise ValueError(
         f"{shortened(ast.unparse(node))} must be built of {sorted(_makers())} with & | ^ - ~"
     )

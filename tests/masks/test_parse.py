@@ -18,6 +18,7 @@ import masks
         "local(1e999)",
         "local((1,) * 10**9)",
         "1 is 1",
+        "local(window=3, window=4)",
     ],
     ids=lambda text: text[:8].encode("unicode_escape"),
 )
