@@ -48,19 +48,20 @@ def save(mask: Pattern | BlockMask, path: str | Path) -> None:
 
     Raises:
         TypeError: `mask` is neither a BlockMask nor a Pattern.
-        ValueError: `mask` is a pattern of a Python function, which cannot be saved. Its mask at a
-            length can be saved.
+        ValueError: `mask` is a pattern of a Python function, or of too many levels of operations,
+            which cannot be saved. Its mask at a length can be saved.
         OSError: The file cannot be written.
     """
     if isinstance(mask, Pattern):
-        header, tensors = {"pattern": _written(mask)}, {}
+        text, tensors = to_json(mask), {}
     elif isinstance(mask, BlockMask):
-        header, tensors = _header(mask), _tensors(mask.block_set)
+        text = json.dumps({"version": VERSION} | _header(mask))
+        tensors = _tensors(mask.block_set)
     else:
         hint = "; save its stacked" if isinstance(mask, MaskBatch) else ""
         raise TypeError(f"mask must be a Pattern or a BlockMask, got {type(mask).__name__}{hint}")
     try:
-        save_file(tensors, path, metadata={HEADER: json.dumps({"version": VERSION} | header)})
+        save_file(tensors, path, metadata={HEADER: text})
     except SafetensorError as error:
         raise OSError(f"file {path} cannot be written: {error}") from error
 
@@ -106,11 +107,17 @@ def to_json(pattern: Pattern) -> str:
 
     Raises:
         TypeError: `pattern` is not a Pattern.
-        ValueError: It is a pattern of a Python function, which cannot be saved.
+        ValueError: It is a pattern of a Python function, or has too many levels of operations: it
+            cannot be saved.
     """
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
-    return json.dumps({"version": VERSION, "pattern": _written(pattern)})
+    try:
+        return json.dumps({"version": VERSION, "pattern": _written(pattern)})
+    except RecursionError:
+        raise ValueError(
+            f"pattern has {_DEEP} to be saved: {shortened(pattern)}; save its mask at a length"
+        ) from None
 
 
 def from_json(text: str) -> Pattern:

@@ -68,6 +68,19 @@ def test_a_pattern_of_a_function_is_not_saved(tmp_path):
     assert masks.load(tmp_path / "mask") == masks.causal()(64, 16)
 
 
+def test_a_pattern_of_too_many_levels_is_not_saved(tmp_path):
+    deep = masks.full()
+    for window in range(3000):
+        deep = deep & masks.local(window)
+    for write in (
+        masks.to_json,
+        pickle.dumps,
+        lambda pattern: masks.save(pattern, tmp_path / "a"),
+    ):
+        with pytest.raises(ValueError, match=r"pattern has too many levels to be saved: \(\("):
+            write(deep)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
