@@ -64,7 +64,7 @@ def main(
 
     show(records[0], console)
     for written in draw(records[0], output_folder(output, overwrite) / paths[0].stem):
-        console.print(f"wrote {written}", highlight=False)
+        print(f"wrote {written}")
 
 
 def wide_console() -> Console:

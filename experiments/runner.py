@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments import memory
@@ -53,16 +54,16 @@ def carry_out(cases: Cases, method: Method, path: Path, resume: bool, roofline: 
     except KeyboardInterrupt:
         record.save(path)
         count = len(record.rows)
-        console.print(f"Interrupted: {path} has {count} measurements; --resume continues.")
+        print(f"Interrupted: {path} has {count} measurements; --resume continues.")
         raise typer.Exit(INTERRUPTED) from None
     except CheckError as error:
-        console.print(f"[red]Wrong result; the run ends:[/] {error}")
+        console.print(f"[red]Wrong result; the run ends:[/] {escape(str(error))}")
         raise typer.Exit(1) from None
     except BackendError as error:
         raise typer.BadParameter(str(error)) from None
     show(record, console)
     for written in (path, *draw(record, path.with_suffix(""))):
-        console.print(f"wrote {written}", highlight=False)
+        print(f"wrote {written}")
     console.print(f"done in {record.seconds:.0f} s on {record.environment['device']}")
 
 
@@ -105,7 +106,7 @@ def run(cases: Cases, method: Method, record: Record, path: Path, console: Conso
         def log(text: str) -> None:
             progress.update(task, description=text)
 
-        planned = list(cases(lambda text: progress.console.print(f"[yellow]{text}[/]")))
+        planned = list(cases(lambda text: progress.console.print(f"[yellow]{escape(text)}[/]")))
         progress.update(task, total=sum(len(case.implementations) for case in planned))
         log("warming up")
         first = planned[0]

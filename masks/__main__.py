@@ -82,7 +82,7 @@ def draw(
     console.print(plot.text(mask), highlight=False)
     console.print("rows are queries, columns are keys; darker where more pairs attend")
     console.print(table)
-    console.print(f"wrote {path}")
+    print(f"wrote {path}")
 
 
 def _file_name(pattern: str) -> Path:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress as Bar
 from rich.table import Table
 from typer.core import TyperGroup
@@ -43,7 +44,15 @@ class DrawByDefault(TyperGroup):
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         known = {*self.commands, *ctx.help_option_names}
         args = args or ["--help"]
+        for arg in args:
+            if _surrogates(arg):
+                raise typer.BadParameter(f"names must be UTF-8, got {arg!r}")
         return super().parse_args(ctx, args if args[0] in known else [DEFAULT, *args])
+
+
+def _surrogates(text: str) -> bool:
+    """Whether a text has bytes of a file name that are not UTF-8; these cannot be printed."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def read_size(option: str, text: str) -> int | tuple[int, int]:
@@ -236,7 +245,7 @@ def diff(
     if as_json:
         print(json.dumps(counts | {"figures": found.figures}))
         return
-    table = Table("", a, b, box=None)
+    table = Table("", escape(a), escape(b), box=None)
     for name, (of_a, of_b) in found.figures.items():
         table.add_row(name, of_a, of_b)
     table.add_row("common pairs", *[f"{found.both:,}"] * 2)

@@ -338,7 +338,11 @@ def _difference_picture(parts: Sequence[BlockMask], labels: Sequence[str]):
     _draw_cells(axes, parts[0], dict(zip(colours, map(_shares, parts), strict=True)))
     patches = [Patch(color=c, label=name) for c, name in zip(colours, labels, strict=True)]
     patches.append(Patch(color="none", label="a cell of many pairs mixes these colours"))
-    figure.legend(handles=patches, loc="outside upper left", fontsize="small", frameon=False)
+    legend = figure.legend(
+        handles=patches, loc="outside upper left", fontsize="small", frameon=False
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # names may have dollar signs
     return figure
 
 

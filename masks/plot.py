@@ -121,7 +121,7 @@ def save(mask: BlockMask, path: Path | str, title: str) -> None:
     lines.append(f"density {mask.density:.3g}")
     if mask.num_masks > len(masks):
         lines.append(f"the first {len(masks)} of {mask.num_masks} masks")
-    figure.suptitle("\n".join(lines), fontsize="medium")
+    figure.suptitle("\n".join(lines), fontsize="medium", parse_math=False)
     figure.savefig(path, dpi=150)
 
 

@@ -80,7 +80,7 @@ class Log:
         for problem, reasons in self.skipped.items():
             for name, reason in reasons.items():
                 console.print(f"[yellow]{name} did not run on {problem}:[/] {escape(reason)}")
-        console.print(f"wrote {self.path}", highlight=False)
+        print(f"wrote {self.path}")
 
 
 def command(main: Callable[..., None]) -> None:

@@ -68,7 +68,7 @@ def main(
         dims = f"head dim {problem.head_dim}"
         title = f"{which}{heads}, {dims}, blocks of {block_size}, {dtype.value}"
         console.print(tuning.fastest(rows, title))
-    console.print(f"wrote {path}", highlight=False)
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -181,7 +182,8 @@ def measure(which: str, problem: Problem, config: Config, console: Console) -> I
                 agree(run(), expected, f"{which} with {config}")
                 timing = time_call(lambda run=run: run, Clock.GRAPH, BUDGET_MS)
         except FAILURES as error:
-            console.print(f"[yellow]left out {config}: {str(error).splitlines()[0][:80]}[/]")
+            reason = escape(str(error).splitlines()[0][:80])
+            console.print(f"[yellow]left out {config}: {reason}[/]")
             return
         yield asdict(config) | {"density": density, "median_ms": timing.median_ms}
 

@@ -96,7 +96,7 @@ def imdb(
                 f"{archive} must have the published reviews, got others with SHA-256 {found}"
             )
         write_hashes(draft, [*(f"{part}/*.txt" for part in IMDB_PARTS), "*/urls_*.txt"])
-    Console().print(f"{data_root / 'aclImdb'}: {4 * IMDB_REVIEWS:,} reviews, as published")
+    print(f"{data_root / 'aclImdb'}: {4 * IMDB_REVIEWS:,} reviews, as published")
 
 
 @app.command()
@@ -128,7 +128,7 @@ def cifar(
             )
         write_hashes(draft, CIFAR_BATCHES)
     images = len(CIFAR_BATCHES) * CIFAR_IMAGES
-    Console().print(f"{data_root / CIFAR_FOLDER}: {images:,} images, as published")
+    print(f"{data_root / CIFAR_FOLDER}: {images:,} images, as published")
 
 
 @app.command("film-pairs")
@@ -139,7 +139,7 @@ def film_pairs(data_root: Root = DATA) -> None:
 
     with usage_errors(OSError, ValueError):
         folder = write_film_pairs(data_root)
-    Console().print(f"wrote {folder}")
+    print(f"wrote {folder}")
 
 
 def imdb_hash(folder: Path) -> str:

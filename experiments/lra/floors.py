@@ -72,7 +72,7 @@ def main(
         record["measured"][name] = facts
         write_json(output, record)
         Console().print({name: record["floors"][name]})
-    Console().print(f"wrote {output}")
+    print(f"wrote {output}")
 
 
 if __name__ == "__main__":

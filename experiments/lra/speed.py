@@ -82,7 +82,7 @@ def main(
     write_json(path, record)
     if record["geometric_mean_speedup"]:
         console.print(steps.table_of_means(record["geometric_mean_speedup"]))
-    console.print(f"wrote {path}")
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

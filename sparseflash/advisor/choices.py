@@ -322,7 +322,11 @@ def plot(
     # Axes start at 0, so that small differences look small.
     axes.set_xlim(0, 1.1 * max(times + [ms for ms, _ in measured]))
     axes.set_ylim(0, 1.1 * max(values) or 1.0)
-    axes.set_title("\n".join(filter(None, [choices[0].pattern if single else "", title])), size=8)
+    axes.set_title(
+        "\n".join(filter(None, [choices[0].pattern if single else "", title])),
+        size=8,
+        parse_math=False,
+    )
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from masks.commands import Json, PatternText, progress_bar, usage_errors
@@ -175,7 +176,7 @@ def _finish(
         table.add_column(name, no_wrap=name != "pattern", overflow="fold")
     for choice in choices:
         measured = "-" if choice.measured_ms is None else f"{choice.measured_ms:.3f}"
-        row = [choice.pattern, str(choice.block_size), f"{choice.density:.4g}"]
+        row = [escape(choice.pattern), str(choice.block_size), f"{choice.density:.4g}"]
         row += [f"{choice.useful:.1%}", f"{choice.predicted_ms:.3f}", measured]
         if choice.connected is not None:
             low, high = choice.connected_interval or (choice.connected,) * 2

@@ -103,5 +103,5 @@ def draw(gaps: "Mapping[str, Gap]", path: Path, title: str) -> None:
         axes.set_xlabel("part of the gap (ms), 95 % confidence")
         axes.tick_params(labelsize=8)
     figure.axes[0].invert_yaxis()
-    figure.suptitle(title, size=9)
+    figure.suptitle(title, size=9, parse_math=False)
     figure.savefig(path, dpi=150)

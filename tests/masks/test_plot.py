@@ -145,6 +145,21 @@ def test_pictures_of_different_patterns_have_different_names(tmp_path, monkeypat
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def test_names_of_files_are_no_markup(tmp_path, monkeypatch):
+    """Dollar signs are no formula in a picture, brackets no style in what is printed."""
+    monkeypatch.chdir(tmp_path)
+    name = r"[/a]$\frac$.py"
+    folder = tmp_path / "[" / "a]$\\frac$.py"
+    folder.parent.mkdir()
+    folder.write_text("import masks\nx = masks.local(9)")
+    size = ("--seq-len", 64, "--block-size", 16)
+    for command in (("draw",), ("diff", "full")):
+        result = invoke(*command, f"{name}:x", *size, "--output", "[/b].svg")
+        assert result.exit_code == 0, result.output
+        assert result.output.endswith("wrote [/b].svg\n")
+        assert r"$\frac$.py:x" in (tmp_path / "[/b].svg").read_text()
+
+
 def test_queries_and_keys_may_differ_in_length(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = invoke(
@@ -177,6 +192,8 @@ def test_help_lists_the_patterns_with_their_arguments():
         (("strided(2.5)",), "stride"),
         (("full", "--output", "nowhere/x.png"), "--output"),
         (("full", "--output", "x.txt"), ".pdf"),
+        (("\udcff.py:x",), r"\udcff"),
+        (("full", "--output", "\udcff.png"), r"\udcff"),
     ],
 )
 def test_bad_input_is_named(arguments, named, tmp_path, monkeypatch):
