@@ -21,6 +21,7 @@ from sparseflash.arguments import AnyMask, are_plain, lengths_in_range
 from sparseflash.dispatch.autograd import refuse_second_derivative
 from sparseflash.dispatch.call import Call, empty_max_logits, empty_out
 from sparseflash.dispatch.plan import find_plan
+from sparseflash.dispatch.spec import CallFacts
 from sparseflash.options import OPTION_NAMES, AttentionOptions
 from sparseflash.score import (
     ScoreFunction,
@@ -163,8 +164,15 @@ def _call(bound: dict[str, Any], needs: Sequence[bool] = (False, False, False)) 
     """The call with the arguments of an operator; needs: of bias, block_scores, score_tensors."""
     query, key, value = (bound[name] for name in ("query", "key", "value"))
     mask, blocks, seed = find(bound["mask"]), bound["blocks"], bound["seed"]
-    given = (bound["key_lengths"] is not None, bound["bias"] is not None)
-    facts = (*given, needs[0], needs[1], False, bound["max_logits"], needs[2])
+    differentiates_bias, differentiates_blocks, differentiates_score_tensors = needs
+    facts = CallFacts(
+        has_key_lengths=bound["key_lengths"] is not None,
+        bias=bound["bias"] is not None,
+        differentiates_bias=differentiates_bias,
+        differentiates_blocks=differentiates_blocks,
+        max_logits=bound["max_logits"],
+        differentiates_score_tensors=differentiates_score_tensors,
+    )
     options = {name: bound[name] for name in OPTION_NAMES}
     mask = mask if blocks is None else mask.select(blocks)
     plan = find_plan(query, key, value, mask, options, facts)

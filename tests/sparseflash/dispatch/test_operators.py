@@ -20,6 +20,7 @@ import masks
 import sparseflash
 from masks import DynamicMask
 from sparseflash import _attention
+from sparseflash.backends import cpu
 from sparseflash.dispatch import operators
 from sparseflash.reference import standard_attention
 from sparseflash.testing import make_inputs
@@ -145,6 +146,55 @@ def test_opcheck(backend, strides):
         (None, scores, chosen.blocks, chosen.support.handle, None, None, False, [], *plain),
     ):
         torch.library.opcheck(operators.attention, (*tensors, *rest))
+
+
+@pytest.fixture
+def specs(monkeypatch):
+    """The specs of the calls that the backend cpu computes, by the name of the pass."""
+    seen = {}
+
+    def watched(name, computed, call, *arguments):
+        seen[name] = call.spec
+        return computed(call, *arguments)
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(cpu, name, partial(watched, name, getattr(cpu, name)))
+    return seen
+
+
+WEIGHTED = sparseflash.ScoreFunction.from_torch(
+    "weighted by a tensor", lambda score, b, h, q, k, weight: score * weight[h], (float,)
+)
+# Arguments of a call of 40 queries and 50 keys, each from whether its tensor gets a gradient.
+FACTS = {
+    "none": lambda gradient: {},
+    "key lengths": lambda gradient: {"key_lengths": torch.tensor([40, 50])},
+    "maximum logits": lambda gradient: {"return_max_logits": True},
+    "bias": lambda gradient: {"bias": torch.randn(2, 89, requires_grad=gradient)},
+    "blocks": lambda gradient: {
+        "mask": DynamicMask.from_topk(torch.rand(3, 4, requires_grad=gradient), 2, 16, (40, 50))
+    },
+    "score tensors": lambda gradient: {
+        "score": WEIGHTED,
+        "score_tensors": [torch.ones(2, requires_grad=gradient)],
+    },
+}
+
+
+@pytest.mark.parametrize("arguments", FACTS.values(), ids=FACTS)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_traced_call_has_the_spec_of_an_eager_one(arguments, gradient, specs, monkeypatch):
+    def specs_of(traced, gradient):
+        monkeypatch.setattr(_attention, "is_traced", lambda *_: traced)
+        given = {"mask": PATTERN, "backend": "cpu"} | arguments(gradient)
+        results = sparseflash.attention(*inputs(device="cpu"), **given)
+        out = results[0] if isinstance(results, tuple) else results
+        out.sum().backward()
+        return specs.pop("forward"), specs.pop("backward")
+
+    _, backward = specs_of(False, gradient)
+    forward, _ = specs_of(False, gradient=False)  # which a graph may run without a gradient
+    assert specs_of(True, gradient) == (forward, backward)
 
 
 class Module(torch.nn.Module):
