@@ -1,18 +1,19 @@
-"""The IO complexity of FlashAttention, predicted and measured: Figure 2 of the paper, and growth.
+"""The IO complexity of FlashAttention, predicted and measured: Figure 2 of the paper, and scaling.
 
     python -m experiments.io_complexity
 
-predicts with `sparseflash.io_model` the FLOPs, the bytes of device memory and the time of
+predicts with `sparseflash.io_model` the FLOPs, the bytes of device memory and the time of both
+passes of attention. The panels of the figure are
 
-- left: standard attention and FlashAttention, forward and backward;
+- left: standard attention and FlashAttention;
 - middle: block-sparse attention of one density in blocks of 64 to 512 tokens;
 - right: block-sparse attention at densities from 1 to 1/32;
-- scaling: strided masks of s = (N / B)^(-1/2) and butterflies of s = log(N / B) / (N / B) in
-  blocks of B tokens, from 1K to 256K tokens.
+- scaling: strided masks of density (N / B)^(-1/2) and butterfly masks of density
+  log(N / B) / (N / B), in blocks of B tokens, from 1K to 256K tokens.
 
-It prints the predictions. If there is a GPU, it then measures: results are checked, times are
-taken as in `experiments.bench`, and bytes are read from the hardware counters by Nsight Compute
-(`ncu`). It writes io-complexity-<device>.json and pictures. On a CPU these have only predictions.
+If there is a GPU, times and bytes are also measured. Results are checked first, times are taken as
+in `experiments.bench`, and bytes are read from the hardware counters by Nsight Compute (`ncu`).
+The command prints tables and writes io-complexity-<device>.json and pictures.
 """
 
 import math
@@ -34,23 +35,23 @@ if TYPE_CHECKING:
     from masks import Pattern
     from sparseflash.io_model import Cost, Device
 
-DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-MARKER = "spin_kernel"  # of torch.cuda._sleep, launched before every pass that is counted
+DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")  # hardware counters of device memory
+MARKER = "spin_kernel"  # kernel of torch.cuda._sleep, which is launched before every counted pass
 COUNT_PASSES = (
     "import sys; from experiments import io_complexity; io_complexity.run_passes(sys.argv[1])"
 )
 DIRECTIONS = ("forward", "backward")
-BUDGET_MS = 60.0
-BLOCK = 128
-BLOCK_SIZES = (64, 128, 256, 512)
-LARGEST_BLOCK = 256  # of a mask; larger ones are made of these
-DENSITIES = (1, 2, 4, 8, 16, 32)  # 1 / s
-LENGTHS = tuple(1024 * 2**i for i in range(9))
-FITTED_FROM = 16_384  # tokens: below, there are too few rows to keep a device busy
+BUDGET_MS = 60.0  # milliseconds of measurement for each pass
+BLOCK = 128  # tokens
+BLOCK_SIZES = (64, 128, 256, 512)  # tokens, of the middle panel
+LARGEST_BLOCK = 256  # tokens; a larger block is composed of blocks of this size
+DENSITIES = (1, 2, 4, 8, 16, 32)  # 1 / s, of the right panel
+LENGTHS = tuple(1024 * 2**i for i in range(9))  # tokens, of the panel "scaling"
+FITTED_FROM = 16_384  # tokens; shorter sequences have too few block rows to keep a device busy
 
 
 class Panel(StrEnum):
-    """Parts of the figure."""
+    """Panels of the figure."""
 
     LEFT = "left"
     MIDDLE = "middle"
@@ -60,7 +61,7 @@ class Panel(StrEnum):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a case and its rows share: lengths and `block_size` in tokens."""
+    """Sizes that a case and its rows share; seq_len and block_size are in tokens."""
 
     panel: str
     implementation: str
@@ -74,13 +75,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Case(Sizes):
-    """What is predicted and measured."""
+    """A call of attention whose two passes are predicted and measured."""
 
     pattern: "Pattern"
 
     @property
     def mask_block(self) -> int:
-        """The block size of the mask."""
+        """The block size of the mask in tokens."""
         return min(self.block_size, LARGEST_BLOCK)
 
 
@@ -89,11 +90,15 @@ class Row(Sizes):
     """One pass of a case.
 
     Attributes:
-        density: of the mask in its blocks.
-        gflop: of products, those included that the backward pass repeats.
-        memory_gb, l2_gb: predicted bytes of device memory, and through L2.
-        predicted_ms: the least time; bound_by: the part of the device that sets it.
-        measured_gb, measured_ms: None where nothing was measured.
+        direction: "forward" or "backward".
+        density: Density s of the mask, in its own blocks.
+        gflop: 10^9 FLOPs of the matrix products, with those that the backward pass recomputes.
+        memory_gb: Predicted memory bytes, in 10^9.
+        l2_gb: Predicted L2 bytes, in 10^9.
+        predicted_ms: Predicted least time in milliseconds.
+        bound_by: The part of the device that determines the predicted time.
+        measured_gb: Measured memory bytes, in 10^9, or None.
+        measured_ms: Measured time in milliseconds, or None.
     """
 
     direction: str
@@ -108,12 +113,12 @@ class Row(Sizes):
 
     @property
     def bytes_deviation(self) -> float | None:
-        """Measured bytes over predicted ones, less 1."""
+        """measured_gb / memory_gb - 1"""
         return None if self.measured_gb is None else self.measured_gb / self.memory_gb - 1
 
     @property
     def time_deviation(self) -> float | None:
-        """Measured time over the predicted least time, less 1."""
+        """measured_ms / predicted_ms - 1"""
         return None if self.measured_ms is None else self.measured_ms / self.predicted_ms - 1
 
 
@@ -122,15 +127,15 @@ def main(
     model: Annotated[
         str,
         typer.Option(
-            help="Device of the prediction: A100, H100, H200. Where there is a GPU, it is that GPU"
-            " by default, with the rates that were measured on it first.",
+            help="Device of the prediction: A100, H100 or H200. By default the GPU of this machine"
+            " with rates that are measured first, or an H200 if there is none.",
             show_default=False,
         ),
     ] = "",
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
-    """Predicts and measures IO complexity."""
+    """Predict and measure the IO complexity of attention."""
     import torch
 
     from experiments.instruments import Log
@@ -160,13 +165,28 @@ def main(
 
 
 def save(log: "Log", rows: Sequence[Row], skipped: dict[str, str], complete: bool) -> None:
-    """Writes the rows as they are now, and why some are not complete."""
+    """Writes the rows, in place of those that were written before.
+
+    Args:
+        log: The log that writes them.
+        rows: All rows, with what is measured so far.
+        skipped: By figure, why it was not measured.
+        complete: Whether the measurement has ended.
+    """
     log.rows.clear()
     log.add("io-complexity", rows, skipped, complete)
 
 
 def model_device(name: str, kind: str) -> "Device":
-    """The device of the prediction. Raises typer.BadParameter for one that is not known."""
+    """The device of the prediction.
+
+    Args:
+        name: Its name; empty for the GPU of this machine, or an H200 if there is none.
+        kind: "cuda" or "cpu".
+
+    Raises:
+        typer.BadParameter: The device is not known.
+    """
     import torch
 
     from experiments.roofline import measure_roofline
@@ -188,12 +208,12 @@ def model_device(name: str, kind: str) -> "Device":
 
 
 def chosen_cases(only: str | None) -> Iterator[Case]:
-    """The cases of one panel, or of all."""
+    """The cases of one panel, or of all panels if `only` is None."""
     yield from (case for case in all_cases() if only in (None, case.panel))
 
 
 def all_cases() -> Iterator[Case]:
-    """Those of every panel. The left one has the sizes of GPT-2 medium, as the paper has."""
+    """The cases of every panel. The left panel has the sizes of GPT-2 medium, as in the paper."""
     import masks
 
     gpt2 = {"batch": 64, "heads": 16, "seq_len": 1024, "head_dim": 64, "block_size": BLOCK}
@@ -201,10 +221,10 @@ def all_cases() -> Iterator[Case]:
         yield Case(Panel.LEFT, implementation, "full", **gpt2, pattern=masks.full())
     size: dict[str, Any] = {"batch": 2, "heads": 16, "seq_len": 16_384, "head_dim": 128}
     for side in BLOCK_SIZES:
-        name, pattern = "random 1/8", at_random(8, size["seq_len"], side)
+        name, pattern = "random 1/8", random_blocks(8, size["seq_len"], side)
         yield Case(Panel.MIDDLE, OURS, name, block_size=side, pattern=pattern, **size)
     for share in DENSITIES:
-        pattern = masks.full() if share == 1 else at_random(share, size["seq_len"], BLOCK)
+        pattern = masks.full() if share == 1 else random_blocks(share, size["seq_len"], BLOCK)
         name = "full" if share == 1 else f"random 1/{share}"
         yield Case(Panel.RIGHT, OURS, name, block_size=BLOCK, pattern=pattern, **size)
     for seq_len in LENGTHS:
@@ -214,8 +234,11 @@ def all_cases() -> Iterator[Case]:
         yield Case(Panel.SCALING, OURS, "butterfly", pattern=masks.butterfly(), **size)
 
 
-def at_random(share: int, seq_len: int, side: int) -> "Pattern":
-    """One of `share` blocks of `side` tokens, made of smaller ones where masks have none such."""
+def random_blocks(share: int, seq_len: int, side: int) -> "Pattern":
+    """A random pattern of density 1 / share in blocks of `side` by `side` tokens.
+
+    If `side` exceeds LARGEST_BLOCK, each block is composed of blocks of that size.
+    """
     import masks
 
     drawn = masks.random(1 / share, seed=0)
@@ -245,7 +268,7 @@ def predict(case: Case, direction: str, device: "Device") -> Row:
 
 
 def predicted_cost(case: Case, mask: Any, direction: str, device: "Device") -> "Cost":
-    """The cost of a pass by the IO model."""
+    """The cost of a pass according to the IO model."""
     from sparseflash import io_model
 
     sizes: dict[str, Any] = {"batch": case.batch, "heads": case.heads}
@@ -256,7 +279,7 @@ def predicted_cost(case: Case, mask: Any, direction: str, device: "Device") -> "
 
 
 def with_times(cases: Sequence[Case], rows: Sequence[Row]) -> Iterator[Row]:
-    """The rows with measured times; every result is checked before."""
+    """The rows with measured times. Every result is checked before it is timed."""
     from experiments.measure import measure
     from experiments.settings import Method
 
@@ -269,7 +292,7 @@ def with_times(cases: Sequence[Case], rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def measured_case(case: Case):
-    """The case as `experiments.measure` takes it."""
+    """The case in the form that `experiments.measure` takes."""
     from experiments.pattern_families import Single
     from experiments.suites import Shape
 
@@ -279,7 +302,16 @@ def measured_case(case: Case):
 
 
 def with_bytes(rows: Sequence[Row], only: str | None) -> tuple[list[Row], dict[str, str]]:
-    """The rows with measured bytes; or as they were, and why."""
+    """The rows with measured bytes of device memory.
+
+    Args:
+        rows: Two rows for each case, forward and backward.
+        only: The panel of the rows, or None for all panels.
+
+    Returns:
+        The rows, and an empty dict. If bytes cannot be counted, the rows are unchanged and the
+        dict has the reason under "bytes".
+    """
     from experiments.instruments.counters import count
 
     if shutil.which("ncu") is None:
@@ -298,20 +330,30 @@ def with_bytes(rows: Sequence[Row], only: str | None) -> tuple[list[Row], dict[s
 
 
 def bytes_of_passes(entries: Sequence[dict[str, str]]) -> Iterator[float]:
-    """Bytes of device memory of the kernels after each marker."""
+    """The bytes of device memory of each pass.
+
+    Args:
+        entries: The kernels in the order of their launches; the marker precedes those of a pass.
+    """
     from experiments.instruments.counters import number
 
-    found: list[float] = []
+    totals: list[float] = []
     for entry in entries:
         if MARKER in entry["Kernel Name"]:
-            found.append(0.0)
+            totals.append(0.0)
         else:
-            found[-1] += sum(number(entry, counter) for counter in DRAM)
-    yield from found
+            totals[-1] += sum(number(entry, counter) for counter in DRAM)
+    yield from totals
 
 
 def run_passes(only: str) -> None:
-    """Both passes of every case, which the profiler watches, each after a marker."""
+    """Runs both passes of every case under the profiler, each after a marker.
+
+    Every case runs once before it is profiled, because a first call may compile kernels.
+
+    Args:
+        only: The panel of the cases; empty for all panels.
+    """
     import torch
 
     from experiments.measure import make_attend, random_problem
@@ -320,13 +362,13 @@ def run_passes(only: str) -> None:
         measured = measured_case(case)
         attend = make_attend(case.implementation, measured.problem)
         inputs, grad_out = random_problem(measured, torch.bfloat16, torch.device("cuda"), 0)
-        for watched in (False, True):
+        for profiled in (False, True):
             torch.cuda.synchronize()
-            if watched:
+            if profiled:
                 torch.cuda.profiler.start()
                 torch.cuda._sleep(1)
             out = attend(*inputs)
-            if watched:
+            if profiled:
                 torch.cuda._sleep(1)
             torch.autograd.grad(out, inputs, grad_out)
             torch.cuda.synchronize()
@@ -335,11 +377,15 @@ def run_passes(only: str) -> None:
 
 @dataclass(frozen=True)
 class Fit:
-    """y = c N^exponent fitted to the passes of a pattern over lengths from FITTED_FROM on.
+    """A power law y = c N^exponent, fitted to one pass of a pattern at lengths from FITTED_FROM.
 
     Attributes:
-        figure: what y is: a field of Row.
-        theory: the exponent of N sqrt N or N log N fitted in the same way.
+        name: The pattern.
+        direction: "forward" or "backward".
+        figure: The attribute of Row that y is.
+        exponent: The fitted exponent.
+        theory: The exponent that the same fit gives for the number of pairs: N sqrt(N) or
+            N log N.
     """
 
     name: str
@@ -353,20 +399,21 @@ THEORY = {"strided": lambda n: n * math.sqrt(n), "butterfly": lambda n: n * math
 
 
 def fits(rows: Sequence[Row]) -> Iterator[Fit]:
-    """The exponents of every pattern, pass and figure of the panel "scaling"."""
+    """A fit for every pattern, pass and figure of the panel "scaling"."""
     scaling = [r for r in rows if r.panel == Panel.SCALING and r.seq_len >= FITTED_FROM]
     for name, theory in THEORY.items():
         for direction in DIRECTIONS:
-            own = [row for row in scaling if (row.name, row.direction) == (name, direction)]
-            expected = exponent([(row.seq_len, theory(row.seq_len)) for row in own]) if own else 0
+            of_pass = [row for row in scaling if (row.name, row.direction) == (name, direction)]
+            pairs = [(row.seq_len, theory(row.seq_len)) for row in of_pass]
+            expected = exponent(pairs) if pairs else 0
             for figure in ("l2_gb", "predicted_ms", "measured_ms"):
-                points = [(row.seq_len, getattr(row, figure)) for row in own]
+                points = [(row.seq_len, getattr(row, figure)) for row in of_pass]
                 if points and None not in points[0]:
                     yield Fit(name, direction, figure, exponent(points), expected)
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """p of y = c x^p, by least squares of logarithms."""
+    """The exponent p of y = c x^p, fitted to (x, y) by least squares of logarithms."""
     import numpy as np
 
     x, y = np.log(np.array(points)).T
@@ -384,9 +431,9 @@ def show(title: str, rows: Sequence[Row]) -> None:
         "GFLOP": lambda row: f"{row.gflop:,.0f}",
         "L2 GB": lambda row: f"{row.l2_gb:.3f}",
         "GB": lambda row: f"{row.memory_gb:.3f}",
-        "measured": lambda row: _measured(row.measured_gb, row.bytes_deviation),
+        "measured": lambda row: _with_deviation(row.measured_gb, row.bytes_deviation),
         "ms": lambda row: f"{row.predicted_ms:.3f}",
-        "measured ": lambda row: _measured(row.measured_ms, row.time_deviation),
+        "measured ": lambda row: _with_deviation(row.measured_ms, row.time_deviation),
     }
     if all(row.measured_ms is None for row in rows):
         columns = {name: text for name, text in columns.items() if name.strip() != "measured"}
@@ -398,13 +445,13 @@ def show(title: str, rows: Sequence[Row]) -> None:
     wide_console().print(table)
 
 
-def _measured(value: float | None, deviation: float | None) -> str:
+def _with_deviation(value: float | None, deviation: float | None) -> str:
     return "" if value is None or deviation is None else f"{value:.3f} {deviation:+.0%}"
 
 
-def show_exponents(found: Sequence[dict[str, Any]]) -> None:
+def show_exponents(exponents: Sequence[dict[str, Any]]) -> None:
     """Prints a line for every fit."""
-    for fit in found:
+    for fit in exponents:
         typer.echo(
             f"{fit['name']}, {fit['direction']}: {fit['figure']} grows as N^{fit['exponent']:.2f},"
             f" theory N^{fit['theory']:.2f} (from {FITTED_FROM:,} tokens on)"

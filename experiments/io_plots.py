@@ -1,4 +1,4 @@
-"""The pictures of `experiments.io_complexity`."""
+"""Pictures of `experiments.io_complexity`."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from experiments.plots import NAMES
 if TYPE_CHECKING:
     from experiments.io_complexity import Row
 
-FIGURES = {  # heading, then the fields that are predicted and measured
+FIGURES = {  # the attributes of Row that are predicted and measured, by label of the y axis
     "time (ms)": ("predicted_ms", "measured_ms"),
     "device memory (GB)": ("memory_gb", "measured_gb"),
 }
@@ -22,23 +22,33 @@ PREDICTED: dict[str, Any] = {"linestyle": "--", "markerfacecolor": "white"}
 
 
 def draw(rows: Sequence["Row"], environment: dict, model: str, stem: Path) -> list[Path]:
-    """Writes the pictures that the rows allow, as PNG and SVG, beside `stem`."""
+    """Writes the figures whose panels are among the rows, as PNG and SVG.
+
+    Args:
+        rows: The rows of the record.
+        environment: The environment of the record.
+        model: Name of the device of the prediction.
+        stem: Path of the record, from which the paths of the figures are made.
+
+    Returns:
+        The paths.
+    """
     parts = {panel: [r for r in rows if r.panel == panel] for panel in {r.panel for r in rows}}
     figures = {}
     if {"left", "middle", "right"} <= parts.keys():
         figures["figure-2"] = _figure_2(parts)
     if "scaling" in parts:
         figures["scaling"] = _scaling(parts["scaling"])
-    where = f"model of {model}; {origin(environment)}"
+    source = f"model of {model}; {origin(environment)}"
     paths = []
     for name, figure in figures.items():
-        figure.supxlabel(where, x=0.995, **ORIGIN)
+        figure.supxlabel(source, x=0.995, **ORIGIN)
         paths += save(figure, stem.with_name(f"{stem.stem}-{name}.png"), (".png", ".svg"))
     return paths
 
 
 def _figure_2(parts: dict[str, list["Row"]]) -> Figure:
-    """Forward and backward pass together: bars, then against block size and density."""
+    """Figures of both passes together: of implementations, by block size and by density."""
     figure, axes = panels(2, 3, size=(11, 6.2), grid=False)
     for row, (heading, fields) in enumerate(FIGURES.items()):
         _bars(axes[row, 0], parts["left"], heading, fields)
@@ -67,22 +77,23 @@ def _figure_2(parts: dict[str, list["Row"]]) -> Figure:
 
 
 def _bars(ax: Axes, rows: Sequence["Row"], heading: str, fields: tuple[str, str]) -> None:
+    """A predicted and a measured bar for each implementation."""
     names = list(dict.fromkeys(row.implementation for row in rows))
     drawn = 0
-    for i, field in enumerate(fields):
-        heights = [_both([r for r in rows if r.implementation == name], field) for name in names]
+    styles: tuple[dict[str, Any], ...] = (
+        {"color": "white", "edgecolor": COLOURS[0], "hatch": "//"},
+        {"color": COLOURS[0]},
+    )
+    for i, (field, style) in enumerate(zip(fields, styles, strict=True)):
+        heights = [_sum([r for r in rows if r.implementation == name], field) for name in names]
         if not math.isnan(heights[0]):
             drawn += 1
-            where = [n + 0.4 * i for n in range(len(names))]
-            looks: tuple[dict[str, Any], ...] = (
-                {"color": "white", "edgecolor": COLOURS[0], "hatch": "//"},
-                {"color": COLOURS[0]},
-            )
-            bars = ax.bar(where, heights, 0.38, **looks[i])
+            positions = [n + 0.4 * i for n in range(len(names))]
+            bars = ax.bar(positions, heights, 0.38, **style)
             ax.bar_label(bars, fmt="{:.3g}", fontsize=7)
     labels = []
     for name in names:
-        gflop = _both([r for r in rows if r.implementation == name], "gflop")
+        gflop = _sum([r for r in rows if r.implementation == name], "gflop")
         labels.append(f"{NAMES.get(name, name)}\n{gflop:,.0f} GFLOP")
     ax.set_xticks([n + 0.2 * (drawn - 1) for n in range(len(names))], labels, fontsize=8)
     ax.margins(x=0.15)
@@ -90,15 +101,15 @@ def _bars(ax: Axes, rows: Sequence["Row"], heading: str, fields: tuple[str, str]
 
 
 def _line(ax: Axes, rows: Sequence["Row"], x: str, fields: tuple[str, str]) -> None:
-    """Predicted and measured figures of both passes against a field."""
+    """Predicted and measured figures of both passes against the attribute `x` of the rows."""
     values = sorted({getattr(row, x) for row in rows})
     for i, (field, label) in enumerate(zip(fields, ("predicted", "measured"), strict=True)):
-        heights = [_both([r for r in rows if getattr(r, x) == value], field) for value in values]
+        heights = [_sum([r for r in rows if getattr(r, x) == value], field) for value in values]
         if not math.isnan(heights[0]):
             style = look(i) | (PREDICTED if i == 0 else {})
             ax.plot(values, heights, label=label, **style)
     if fields[0] == "memory_gb":
-        heights = [_both([r for r in rows if getattr(r, x) == value], "l2_gb") for value in values]
+        heights = [_sum([r for r in rows if getattr(r, x) == value], "l2_gb") for value in values]
         ax.plot(values, heights, label="predicted, through L2", linestyle=":", **look(2))
         ax.legend(fontsize=7, frameon=False)
     ax.set_yscale("log")
@@ -107,11 +118,11 @@ def _line(ax: Axes, rows: Sequence["Row"], x: str, fields: tuple[str, str]) -> N
 
 
 def _scaling(rows: Sequence["Row"]) -> Figure:
-    """Time and bytes through L2 of both passes against length."""
+    """Time and bytes of both passes against length."""
     figure, axes = panels(1, 2, size=(10, 4.4))
     lengths = sorted({row.seq_len for row in rows})
     for i, name in enumerate(dict.fromkeys(row.name for row in rows)):
-        own = [[r for r in rows if (r.name, r.seq_len) == (name, length)] for length in lengths]
+        passes = [[r for r in rows if (r.name, r.seq_len) == (name, length)] for length in lengths]
         for ax, field, label, style in (
             (axes[0], "predicted_ms", "predicted", PREDICTED),
             (axes[0], "measured_ms", "measured", {}),
@@ -119,7 +130,7 @@ def _scaling(rows: Sequence["Row"]) -> Figure:
             (axes[1], "memory_gb", "predicted, device memory", PREDICTED | {"linestyle": ":"}),
             (axes[1], "measured_gb", "measured, device memory", {}),
         ):
-            heights = [_both(both, field) for both in own]
+            heights = [_sum(both, field) for both in passes]
             if not math.isnan(heights[0]):
                 ax.plot(lengths, heights, label=f"{name}, {label}", **look(i) | style)
     for ax, heading in zip(axes, ("time (ms)", "bytes (GB)"), strict=True):
@@ -136,8 +147,8 @@ def _scaling(rows: Sequence["Row"]) -> Figure:
     return figure
 
 
-def _both(rows: Sequence["Row"], field: str) -> float:
-    """The sum over both passes; NaN where one was not measured."""
+def _sum(rows: Sequence["Row"], field: str) -> float:
+    """The sum of a figure over both passes; NaN if it was not measured."""
     values = [getattr(row, field) for row in rows]
     return math.nan if None in values else sum(values)
 

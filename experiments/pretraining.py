@@ -1,11 +1,12 @@
-"""Training steps of models of transformers with each attention: Tables 1 and 2 of the paper.
+"""Training steps of GPT-2 and BERT with each attention: Tables 1 and 2 of FlashAttention.
 
     python -m experiments.pretraining measure gpt2 --data data/books-tokens
     python -m experiments.pretraining measure bert-large --length 512 --padding 0.3
     python -m experiments.pretraining show results/pretraining-nvidia-h200.json
 
-Models have random weights and the sizes of their configurations. Each attention starts from the
-same weights and reads the same tokens, so losses of exact ones differ by rounding and dropout.
+The models are those of Hugging Face transformers, with random weights. Each attention starts from
+the same weights and reads the same tokens. So the losses of two exact attentions differ only by
+rounding and dropout.
 """
 
 import json
@@ -36,34 +37,40 @@ if TYPE_CHECKING:
     from experiments.language_model.books import Books
 
 app = typer.Typer(add_completion=False, help=help_of(__doc__), rich_markup_mode=None)
-# Layers, dim, heads of the configurations; the tiny ones are for tests.
+# (layers, dim, heads) of each configuration. The tiny ones are for tests.
 GPT2 = {"gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-tiny": (2, 32, 2)}
 BERT = {"bert-large": (24, 1024, 16), "bert-tiny": (2, 32, 2)}
 VOCABULARY = {"gpt2": 50_257, "bert": 30_522}
-TINY = 300  # tokens of a tiny vocabulary
+TINY = 300  # size of the vocabulary of a tiny configuration
 DENSE = ("eager", "sdpa", "ours")
 ATTENTION = (*DENSE, "local(128) | butterfly() | global_tokens(64)")
 LENGTHS = (512, 1024, 2048, 4096)
 STEP_TOKENS = 16_384
-MASKED = 0.15  # of the tokens, which BERT guesses
-WARM_UP = 5  # steps that are not timed
-LAST = 20  # steps whose mean loss is compared
-IGNORED = -100  # a label that counts for nothing
+MASKED = 0.15  # share of the tokens that are masked in a sequence of BERT
+WARM_UP = 5  # first steps, which are not timed
+LAST = 20  # last steps, whose mean loss is compared
+IGNORED = -100  # label of a token that has no part in the loss
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained.
+    """One training run.
 
     Attributes:
-        model: Of GPT2, causal, or of BERT, which guesses masked tokens.
-        attention: "eager" or "sdpa" of transformers, "ours", or a pattern as masks.parse reads it.
-        seq_len: Tokens of a sequence.
-        steps: Of training.
-        step_tokens: Of a step, padding included.
-        dropout: Of attention and of all else.
-        padding: Most of a sequence that is padding; a part between 0 and this is.
-        learning_rate, seed: Of AdamW; of weights, tokens and dropout.
+        model: A key of GPT2, trained on the next token, or of BERT, trained on masked tokens.
+        attention: "eager" or "sdpa" of transformers; "ours", which is sparseflash with the full
+            mask; or a pattern in the notation of masks.parse.
+        seq_len: Length of a sequence in tokens.
+        steps: Number of training steps.
+        step_tokens: Tokens of a step, padding included.
+        dropout: Dropout probability of attention and of the other layers.
+        padding: Largest share of a sequence that is padding. The share is drawn uniformly between
+            0 and this number.
+        learning_rate: Learning rate of AdamW.
+        seed: Seed of weights, tokens and dropout.
+
+    Raises:
+        ValueError: An attribute has a value that is not allowed.
     """
 
     model: str
@@ -92,14 +99,15 @@ class Case:
 
     @property
     def vocabulary(self) -> int:
+        """Number of tokens in the vocabulary of the model."""
         return TINY if self.model.endswith("-tiny") else VOCABULARY[self.model.partition("-")[0]]
 
 
-def model_of(case: Case) -> "PreTrainedModel":
-    """The model with random weights, and its attention chosen.
+def build_model(case: Case) -> "PreTrainedModel":
+    """The model of a case with random weights, which computes attention as the case says.
 
     Raises:
-        ValueError: The attention is none.
+        ValueError: The attention is not one of those that Case names.
     """
     import torch
     from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
@@ -118,12 +126,20 @@ def model_of(case: Case) -> "PreTrainedModel":
         options |= {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": dim}
         options |= dict.fromkeys(names, case.dropout) | {"intermediate_size": 4 * dim}
         model = BertForMaskedLM(BertConfig(max_position_embeddings=case.seq_len, **options))
-    attend_by(model, case.attention)
+    set_attention(model, case.attention)
     return model
 
 
-def attend_by(model: "PreTrainedModel", attention: str) -> None:
-    """Chooses the attention of a model: see Case. Raises ValueError for one that is none."""
+def set_attention(model: "PreTrainedModel", attention: str) -> None:
+    """Sets how a model computes attention.
+
+    Args:
+        model: A model of transformers.
+        attention: As in Case.
+
+    Raises:
+        ValueError: The attention is not one of those that Case names.
+    """
     import masks
     from sparseflash.integrations.huggingface import sparsify
 
@@ -134,50 +150,60 @@ def attend_by(model: "PreTrainedModel", attention: str) -> None:
 
 
 def batches(case: Case, books: "Books") -> Iterator[dict[str, "Tensor"]]:
-    """Inputs of each step, functions of the seed and the step.
+    """The arguments of the model at each step, which depend only on the seed and the step.
+
+    Yields:
+        input_ids and labels, int64 (step_tokens / seq_len, seq_len), and with padding
+        attention_mask of the same shape, 1 for tokens and 0 for padding.
 
     Raises:
-        ValueError: The books have more tokens than the model, or fewer than a sequence.
+        ValueError: The vocabulary of the books is too large for the model, or their train split
+            is shorter than a sequence.
     """
     import numpy as np
     import torch
 
     content = books.splits["train"]
-    # The last token of the vocabulary is the mask token.
-    if len(books.token_bytes) >= case.vocabulary or len(content) < case.seq_len:
+    mask_token = case.vocabulary - 1
+    if len(books.token_bytes) > mask_token or len(content) < case.seq_len:
         raise ValueError(
-            f"books must have fewer than {case.vocabulary} tokens in the vocabulary and "
+            f"books must have at most {mask_token} tokens in the vocabulary and at least "
             f"{case.seq_len} in the train split, got {len(books.token_bytes)} and {len(content)}"
         )
-    shape = (case.step_tokens // case.seq_len, case.seq_len)
+    shape = rows, seq_len = case.step_tokens // case.seq_len, case.seq_len
     for step in range(case.steps):
         random = np.random.default_rng([case.seed, step])
-        begins = random.integers(len(content) - case.seq_len + 1, size=shape[0])
-        found = np.stack([content[begin : begin + case.seq_len] for begin in begins])
-        tokens = torch.from_numpy(found.astype(np.int64))
-        filled = case.seq_len - (random.random(shape[0]) * case.padding * case.seq_len).astype(int)
-        there = torch.arange(case.seq_len) < torch.from_numpy(filled)[:, None]
-        counted = there
+        begins = random.integers(len(content) - seq_len + 1, size=rows)
+        crops = np.stack([content[begin : begin + seq_len] for begin in begins])
+        tokens = torch.from_numpy(crops.astype(np.int64))
+        lengths = seq_len - (random.random(rows) * case.padding * seq_len).astype(int)
+        is_token = torch.arange(seq_len) < torch.from_numpy(lengths)[:, None]
+        inputs, in_loss = tokens, is_token
         if case.model in BERT:
-            hidden = torch.from_numpy(random.random(shape) < MASKED) & there
-            inputs = tokens.masked_fill(hidden, case.vocabulary - 1)
-            counted = hidden
-        else:
-            inputs = tokens
-        batch = {"input_ids": inputs, "labels": tokens.masked_fill(~counted, IGNORED)}
-        yield batch | ({"attention_mask": there.long()} if case.padding else {})
+            in_loss = torch.from_numpy(random.random(shape) < MASKED) & is_token
+            inputs = tokens.masked_fill(in_loss, mask_token)
+        batch = {"input_ids": inputs, "labels": tokens.masked_fill(~in_loss, IGNORED)}
+        yield batch | ({"attention_mask": is_token.long()} if case.padding else {})
 
 
 def train(case: Case, books: "Books", device: str) -> dict:
-    """Trains and measures; what it returns is a row of the record.
+    """Trains a model and measures its throughput, memory and losses.
+
+    Args:
+        case: The training run.
+        books: The tokens that it reads.
+        device: "cuda" or "cpu".
+
+    Returns:
+        A row of the record: the attributes of the case and the figures.
 
     Raises:
-        ValueError: See Case, model_of and batches.
+        ValueError: As build_model and batches do.
     """
     import torch
 
     with torch.device(device):  # weights of a large model take seconds on a CPU
-        model = model_of(case)
+        model = build_model(case)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=case.learning_rate, weight_decay=0.1)
     on_gpu = device == "cuda"
@@ -186,15 +212,15 @@ def train(case: Case, books: "Books", device: str) -> dict:
         torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(case.seed)  # of dropout
     for batch in batches(case, books):
-        moved = {name: part.to(device) for name, part in batch.items()}
+        arguments = {name: tensor.to(device) for name, tensor in batch.items()}
         begin = time.perf_counter()
         with torch.autocast(device, torch.bfloat16):
-            loss = model(**moved).loss
+            loss = model(**arguments).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(round(float(loss.detach()), 5))  # which waits for the device
+        losses.append(round(float(loss.detach()), 5))  # float() waits for the device
         seconds.append(time.perf_counter() - begin)
     return asdict(case) | {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -208,20 +234,20 @@ def train(case: Case, books: "Books", device: str) -> dict:
 def measure_all(
     cases: list[Case], data: Path, output: Path, device: str, show: Callable[[str], None] = print
 ) -> dict:
-    """Writes the record after each case; cases that it holds are kept.
+    """Trains each case that the record does not have, and writes the record after each.
 
     Args:
-        cases: What is trained, in order.
-        data: What `experiments.language_model data` or `tokenize` wrote.
-        output: The record.
-        device: Type of it.
-        show: Called with a line for each case.
+        cases: The training runs, in order.
+        data: Folder that `experiments.language_model data` or `tokenize` wrote.
+        output: File of the record.
+        device: "cuda" or "cpu".
+        show: Called with a line of text for each case.
 
     Returns:
         The record.
 
     Raises:
-        ValueError: The record is of other books, or see `train`.
+        ValueError: The record is of other books, or a case cannot be trained: see train.
     """
     import torch
 
@@ -235,54 +261,66 @@ def measure_all(
         record = json.loads(output.read_text())
         if record["data"] != dict(books.sha256):
             raise ValueError(f"{output} is of other books than {data}: move it away first")
-    facts = environment(torch.device(device))
+    measured_on = environment(torch.device(device))
     for case in cases:
         if any(row.items() >= asdict(case).items() for row in record["rows"]):
             continue
         try:
             row = train(case, books, device)
-            told = f"{row['tokens_per_second']:,.0f} tokens/s, loss {row['loss']:.4f}"
+            result = f"{row['tokens_per_second']:,.0f} tokens/s, loss {row['loss']:.4f}"
         except torch.OutOfMemoryError:
             row = asdict(case) | {"reason": "out of memory"}
-            told = row["reason"]
+            result = row["reason"]
         torch.cuda.empty_cache()
-        record["rows"].append(row | {"environment": facts})
+        record["rows"].append(row | {"environment": measured_on})
         write_json(output, record)
-        show(f"{case.model}, {case.seq_len:,} tokens, {case.attention}: {told}")
+        show(f"{case.model}, {case.seq_len:,} tokens, {case.attention}: {result}")
     return record
 
 
 def table_of(record: dict) -> "Table":
-    """Throughput, memory and loss of each row, beside those of the first of its model and size."""
+    """The throughput, memory and loss of each row.
+
+    Speed-up and loss difference are against the first row of the same model and sizes.
+    """
     from rich.table import Table
 
     columns = ("model", "tokens", "attention", "dropout", "padding", "tokens/s", "speed-up")
     table = Table(*columns, "GiB", "loss", "loss difference", title="Training steps")
-    first: dict[tuple, dict] = {}
+    baselines: dict[tuple, dict] = {}
     for row in record["rows"]:
         names = ("model", "seq_len", "dropout", "padding", "step_tokens", "steps", "seed")
-        base = first.setdefault(tuple(row[name] for name in names), row)
-        told = [row["model"], f"{row['seq_len']:,}", row["attention"]]
-        told += [f"{row['dropout']:g}", f"{row['padding']:g}"]
+        baseline = baselines.setdefault(tuple(row[name] for name in names), row)
+        words = [row["model"], f"{row['seq_len']:,}", row["attention"]]
+        words += [f"{row['dropout']:g}", f"{row['padding']:g}"]
         if "reason" in row:
-            table.add_row(*told, row["reason"])
+            table.add_row(*words, row["reason"])
             continue
         speed, loss = row["tokens_per_second"], row["loss"]
-        there = "reason" not in base
+        comparable = "reason" not in baseline
         table.add_row(
-            *told,
+            *words,
             f"{speed:,.0f}",
-            f"{speed / base['tokens_per_second']:.2f}" if there else "",
+            f"{speed / baseline['tokens_per_second']:.2f}" if comparable else "",
             f"{row['peak_bytes'] / 2**30:.2f}" if row["peak_bytes"] else "",
             f"{loss:.4f}",
-            f"{loss - base['loss']:+.4f}" if there else "",
+            f"{loss - baseline['loss']:+.4f}" if comparable else "",
         )
     return table
 
 
 def draw(record_path: Path) -> Path:
-    """Draws throughput against length, and the losses of each attention at the longest that the
-    first of them has, a line of pictures for each model; returns the path."""
+    """Draws the throughput and the losses of each attention, with a row of panels for each model.
+
+    Throughput is drawn against length. Losses are drawn against steps, at the greatest length of
+    the first attention of the model.
+
+    Args:
+        record_path: File of the record.
+
+    Returns:
+        The path of the picture.
+    """
     from experiments.pictures import COLOURS, MARKERS, panels, save
 
     record = json.loads(record_path.read_text())
@@ -291,17 +329,18 @@ def draw(record_path: Path) -> Path:
     attentions = list(dict.fromkeys(row["attention"] for row in rows))
     figure, axes = panels(len(models), 2, size=(11, 3.8 * len(models)), squeeze=False)
     for (speed, loss), model in zip(axes, models, strict=True):
-        own = [row for row in rows if row["model"] == model]
-        longest = max(row["seq_len"] for row in own if row["attention"] == own[0]["attention"])
+        of_model = [row for row in rows if row["model"] == model]
+        first = of_model[0]["attention"]
+        longest = max(row["seq_len"] for row in of_model if row["attention"] == first)
         for number, attention in enumerate(attentions):
-            found = [row for row in own if row["attention"] == attention]
-            look = {"color": COLOURS[number % len(COLOURS)], "label": attention}
-            lengths = [row["seq_len"] for row in found]
-            speeds = [row["tokens_per_second"] for row in found]
-            speed.plot(lengths, speeds, marker=MARKERS[number % len(MARKERS)], **look)
-            for row in found:
+            of_attention = [row for row in of_model if row["attention"] == attention]
+            style = {"color": COLOURS[number % len(COLOURS)], "label": attention}
+            lengths = [row["seq_len"] for row in of_attention]
+            speeds = [row["tokens_per_second"] for row in of_attention]
+            speed.plot(lengths, speeds, marker=MARKERS[number % len(MARKERS)], **style)
+            for row in of_attention:
                 if row["seq_len"] == longest:
-                    loss.plot(row["losses"], linewidth=0.8, **look)
+                    loss.plot(row["losses"], linewidth=0.8, **style)
         speed.set_xscale("log", base=2)
         speed.set(
             xlabel="tokens of a sequence", ylabel="tokens a second", title=model, ylim=(0, None)

@@ -24,7 +24,7 @@ from experiments.files import RESULT, read_results, shared, write_json
 from experiments.long_documents.labelled import Document, Labelled
 from experiments.lra.batches import StepBatches
 from experiments.lra.learner import read_checkpoint
-from experiments.pretraining import attend_by
+from experiments.pretraining import set_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -161,7 +161,7 @@ class Run:
         self.batches = Batches(settings, data)
         torch.manual_seed(settings.seed)  # of the new layer
         model = lengthened(Path(settings.encoder), len(data.labels), settings.tokens)
-        attend_by(model, settings.attention)
+        set_attention(model, settings.attention)
         self.model = nn.Module.to(model, self.device)
         rate = settings.learning_rate
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, weight_decay=0.01)

@@ -55,7 +55,7 @@ def test_blocks_of_every_size_have_the_same_density():
         r.density == pytest.approx(1 / 8, rel=0.05) for r in found
     )
     assert found[0].l2_gb > 1.8 * found[2].l2_gb
-    mask = io_complexity.at_random(8, 4096, 512)(4096, block_size=256)
+    mask = io_complexity.random_blocks(8, 4096, 512)(4096, block_size=256)
     blocks = mask.to_blocks()
     assert torch.equal(blocks[::2, ::2].repeat_interleave(2, 0).repeat_interleave(2, 1), blocks)
 

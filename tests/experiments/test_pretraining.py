@@ -54,16 +54,16 @@ def test_bert_guesses_masked_tokens_alone():
 
 
 def test_dropout_is_that_of_the_attention_too():
-    model = pretraining.model_of(replace(CASE, dropout=0.3))
+    model = pretraining.build_model(replace(CASE, dropout=0.3))
     assert model.config.attn_pdrop == 0.3
-    model = pretraining.model_of(replace(CASE, model="bert-tiny", dropout=0.3))
+    model = pretraining.build_model(replace(CASE, model="bert-tiny", dropout=0.3))
     assert model.config.attention_probs_dropout_prob == 0.3
 
 
 def test_models_have_the_size_of_their_name():
     for name, millions in (("gpt2", 124), ("gpt2-medium", 355), ("bert-large", 335)):
         with torch.device("meta"):
-            model = pretraining.model_of(Case(name, "eager", 1024 if "gpt2" in name else 512))
+            model = pretraining.build_model(Case(name, "eager", 1024 if "gpt2" in name else 512))
         size = sum(p.numel() for p in model.parameters())
         assert size == pytest.approx(millions * 1e6, rel=0.01)
 
