@@ -2,8 +2,8 @@
 
     python -m experiments.instruments.NAME --help
 
-explains `counters`, `power`, `host_time` and `tune`. Each of them measures rows, saves them after
-every problem as JSON with the environment, and prints a table.
+describes `counters`, `power`, `host_time` and `tune`. Each measures rows, writes them with the
+environment as JSON after every problem, and prints a table.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,11 +24,11 @@ class Log:
         """An empty log.
 
         Args:
-            name: of the instrument and of its file.
+            name: Name of the instrument, with which the name of its file begins.
             device: "cpu" or "cuda".
-            output: folder of the file.
-            overwrite: whether it may be that of the shipped records.
-            facts: of all rows, for the file.
+            output: Folder of the file.
+            overwrite: Whether the folder may be that of the shipped records.
+            facts: What the file says of all rows.
         """
         import torch
 
@@ -40,28 +40,35 @@ class Log:
         self.skipped: dict[str, dict[str, str]] = {}
 
     def add(self, problem: str, rows: Iterable, skipped: dict[str, str], complete: bool) -> None:
-        """Adds the rows of a problem, which are dataclasses, and saves all."""
+        """Adds the rows of a problem and writes the file.
+
+        Args:
+            problem: Name of the problem.
+            rows: Instances of a dataclass.
+            skipped: By implementation, why it was not measured.
+            complete: Whether this is the last problem.
+        """
         from experiments.files import write_json
 
         self.rows += rows
         if skipped:
             self.skipped[problem] = skipped
-        found = {
+        results = {
             "complete": complete,
             "skipped": self.skipped,
             "rows": list(map(asdict, self.rows)),
         }
-        write_json(self.path, self.facts | found)
+        write_json(self.path, self.facts | results)
 
     def show(
         self, title: str, names: Sequence[str], figures: dict[str, Callable[[Any], str]]
     ) -> None:
-        """Prints a table, what was skipped and where the file is.
+        """Prints a table of the rows, what was skipped, and the path of the file.
 
         Args:
-            title: of the table.
-            names: fields of a row that are words, in the first columns.
-            figures: heading and text of every other column.
+            title: Title of the table.
+            names: Attributes of a row that are words. They are the first columns.
+            figures: The other columns: the text of a row by heading.
         """
         from rich.table import Table
 

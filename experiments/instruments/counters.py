@@ -1,11 +1,11 @@
-"""Hardware counters: which units of a GPU the kernels keep busy.
+"""Hardware counters: how busy the kernels keep the units of a GPU.
 
     python -m experiments.instruments.counters --baselines cudnn,flash4
 
 runs the forward and the backward pass of a few problems under Nsight Compute (`ncu`, part of
-CUDA), prints a table and writes counters-<gpu>.json after every problem. A share is the work of a
-unit over the most that it can do in the time of the kernel. The clock is not changed:
-implementations are compared by cycles, which do not depend on it.
+CUDA), prints a table and writes counters-<gpu>.json after every problem. The utilisation of a unit
+is its work over the most that it can do in the time of the kernel. The clock is not locked. So
+implementations are compared by cycles, which do not depend on the clock.
 """
 
 import csv
@@ -33,7 +33,7 @@ from experiments.instruments import Log, command
 from experiments.record import ANY_ORDER, OURS, is_ours
 
 NANOSECONDS, CYCLES = "gpu__time_duration.sum", "sm__cycles_elapsed.max"
-# The name of a part, and the counter that says how busy it was.
+# Units of the GPU, and the counter of the utilisation of each.
 PARTS = {
     "tensor cores": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "exponentials": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed",
@@ -42,19 +42,26 @@ PARTS = {
     "L2": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     "memory": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
 }
-# The kernels of all backends.
+# The kernels of all backends, as `ncu --kernel-name` takes them.
 OUR_KERNELS = (
     "regex:(forward|gradient|dq|dkdv|fused|lse_delta|convert_dq|ds_sums|decode|merge)_kernel$"
 )
 COUNTERS = (NANOSECONDS, CYCLES, *PARTS.values())
-NAME_WIDTH = 80  # of kernels of baselines, whose names hold the types of all their arguments
+NAME_WIDTH = 80  # characters; names of kernels of baselines have the types of all arguments
 RUN_PASSES = (
     "import sys; from experiments.instruments import counters; counters.run_passes(*sys.argv[1:])"
 )
 
 
 class Problem(NamedTuple):
-    """What is profiled: `pattern` is "full", "causal" or "random", blocks `side` tokens wide."""
+    """A call that is profiled.
+
+    Attributes:
+        heads, seq_len, head_dim: Sizes of its tensors; seq_len is in tokens.
+        side: Side of a block in tokens.
+        pattern: "full", "causal" or "random".
+        deterministic: Whether its gradients have the same bits in every run.
+    """
 
     heads: int
     seq_len: int
@@ -79,7 +86,15 @@ PROBLEMS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel of an implementation: milliseconds, cycles, and percentages by PARTS."""
+    """The counters of one kernel.
+
+    Attributes:
+        problem: A key of PROBLEMS.
+        implementation: sparseflash with its backend, or a baseline.
+        kernel: Name of the kernel.
+        milliseconds, cycles: Time of the kernel.
+        percent: Utilisation of each of PARTS.
+    """
 
     problem: str
     implementation: str
@@ -119,12 +134,15 @@ def main(
         "ms": lambda row: f"{row.milliseconds:.3f}",
         "1000 cycles": lambda row: f"{row.cycles / 1000:,.0f}",
     }
-    title = "utilisation of the units of the GPU, in % of their peak"
+    title = "utilisation of the units of the GPU in %"
     log.show(title, ("problem", "implementation", "kernel"), figures | shares)
 
 
 def implementations(problem: Problem, backend: str, baselines: tuple[str, ...]) -> Iterator[str]:
-    """Baselines know one order of gradients, and dense ones no sparse masks."""
+    """The implementations that compute a problem.
+
+    Baselines have no choice of deterministic gradients, and only some of them take sparse masks.
+    """
     yield f"{OURS}:{backend}{'' if problem.deterministic else ANY_ORDER}"
     for baseline in baselines if problem.deterministic else ():
         if problem.pattern != "random" or baseline in (Baseline.FLASH4, Baseline.FLEX):
@@ -132,8 +150,13 @@ def implementations(problem: Problem, backend: str, baselines: tuple[str, ...]) 
 
 
 def run_passes(name: str, implementation: str) -> None:
-    """One forward and one backward pass, which the profiler watches, after one that it does not:
-    a first call may compile or try kernels.
+    """Runs both passes of a problem under the profiler.
+
+    They run once before they are profiled, because a first call may compile or tune kernels.
+
+    Args:
+        name: A key of PROBLEMS.
+        implementation: sparseflash with its backend, or a baseline.
     """
     import torch
 
@@ -149,9 +172,9 @@ def run_passes(name: str, implementation: str) -> None:
     sizes = (4, shape.batch, heads, seq_len, head_dim)
     *leaves, grad_out = torch.randn(sizes, dtype=torch.bfloat16, device="cuda").unbind()
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    for watched in (False, True):
+    for profiled in (False, True):
         torch.cuda.synchronize()
-        if watched:
+        if profiled:
             torch.cuda.profiler.start()
         torch.autograd.grad(attend(*leaves), leaves, grad_out)
     torch.cuda.synchronize()
@@ -159,50 +182,57 @@ def run_passes(name: str, implementation: str) -> None:
 
 
 def profiled(problem: str, implementation: str) -> list[Row]:
-    """The kernels of an implementation. Raises RuntimeError if the profiler counted none."""
+    """The rows of a problem and an implementation.
+
+    Raises:
+        RuntimeError: The profiler counted no kernels.
+    """
     kernels = OUR_KERNELS if is_ours(implementation) else ""
-    called = [sys.executable, "-c", RUN_PASSES, problem, implementation]
-    entries = count(called, COUNTERS, kernels)
+    program = [sys.executable, "-c", RUN_PASSES, problem, implementation]
+    entries = count(program, COUNTERS, kernels)
     return [row_of(problem, implementation, entry) for entry in entries]
 
 
-def count(called: list[str], counters: Sequence[str], kernels: str = "") -> list[dict[str, str]]:
-    """What the profiler counted in the kernels of a command, each kernel a dictionary: "Kernel
-    Name", and numbers as text by the names of `counters`.
+def count(program: list[str], counters: Sequence[str], kernels: str = "") -> list[dict[str, str]]:
+    """Reads hardware counters of the kernels that a program launches.
 
     Args:
-        called: The command, which starts and stops the profiler.
-        counters: Names of hardware counters.
-        kernels: Those to count, as `ncu --kernel-name` takes them; all by default.
+        program: A command, which starts and stops the profiler.
+        counters: Names of the hardware counters.
+        kernels: The kernels, as `ncu --kernel-name` takes them; by default all.
+
+    Returns:
+        For each kernel a dict of text: its name under "Kernel Name", and the value of each
+        counter under the name of the counter.
 
     Raises:
-        RuntimeError: It counted none.
+        RuntimeError: The profiler counted no kernels.
     """
     profiler = ["ncu", "--clock-control", "none", "--profile-from-start", "off"]
     profiler += ["--kernel-name", kernels] if kernels else []
     profiler += ["--metrics", ",".join(counters)]
     profiler += ["--page", "raw", "--csv", "--print-units", "base"]
-    done = subprocess.run([*profiler, *called], cwd=ROOT, capture_output=True, text=True)
-    entries = list(entries_of(done.stdout))
+    done = subprocess.run([*profiler, *program], cwd=ROOT, capture_output=True, text=True)
+    entries = list(parse_kernels(done.stdout))
     if done.returncode or not entries:
         lines = f"{done.stdout}{done.stderr}".strip().splitlines() or ["it printed nothing"]
         raise RuntimeError("\n".join((f"ncu counted no kernels: {lines[-1]}", *lines)))
     return entries
 
 
-def entries_of(printed: str) -> Iterator[dict[str, str]]:
-    """The kernels in what the profiler printed: lines of CSV among others."""
+def parse_kernels(printed: str) -> Iterator[dict[str, str]]:
+    """The kernels in the output of the profiler, in which lines of CSV are among others."""
     lines = [line for line in printed.splitlines() if line.startswith('"')]
-    return (entry for entry in csv.DictReader(lines) if entry["ID"])  # the line of units has none
+    return (entry for entry in csv.DictReader(lines) if entry["ID"])  # the line of units has no ID
 
 
 def number(entry: dict[str, str], counter: str) -> float:
-    """What a counter says of a kernel."""
+    """The value of a counter of a kernel."""
     return float(entry[counter].replace(",", ""))
 
 
 def row_of(problem: str, implementation: str, entry: dict[str, str]) -> Row:
-    """A kernel that the profiler counted."""
+    """The row of a kernel; entry: see count."""
     percent = {part: number(entry, counter) for part, counter in PARTS.items()}
     kernel = entry["Kernel Name"].removesuffix("_kernel")[:NAME_WIDTH]
     milliseconds, cycles = number(entry, NANOSECONDS) / 1e6, number(entry, CYCLES)

@@ -1,16 +1,17 @@
-"""The host time of `sparseflash.attention`, forward and backward, and the part that is ours.
+"""The host time of `sparseflash.attention`, forward and backward.
 
     python -m experiments.instruments.host_time
 
-Calls with a compiled mask and tensors so small that the device waits for the host are timed back
-to back in short runs. The fastest run is the host time of a call, because other work of the host
-can only add to it. The median is recorded too. Two parts are subtracted; the rest is our own time:
+times calls with a compiled mask and with tensors so small that the device waits for the host. The
+calls follow one another in short runs. The fastest run gives the host time of a call, because
+other work of the host can only add to it. The median run is recorded too. From the host time two
+parts are subtracted, and the remainder is the time of sparseflash itself:
 
-- launches: as many bare launches as the call makes. A bare launch is one of an empty kernel, which
-  torch launches without dispatch. On a CPU, where the host runs the kernels, it is the time of the
-  backend.
-- torch: the same pass through a `torch.autograd.Function` that does nothing, with as many inputs,
-  outputs, saved tensors and gradients. On a GPU, torch runs every backward pass in another thread.
+- launches: the time of as many launches of an empty kernel as the call makes. On a CPU, where the
+  host computes, it is the time of the backend.
+- autograd of torch: the time of the same pass through a `torch.autograd.Function` that computes
+  nothing, with as many inputs, outputs, saved tensors and gradients. On a GPU, torch runs every
+  backward pass in another thread.
 
 The table is written to host-time-<device>.json.
 """
@@ -30,13 +31,14 @@ from experiments.instruments import Log, command
 if TYPE_CHECKING:
     import torch
 
-RUNS = 500
-CALLS = 10
-SECONDS = 3.0  # no more runs of a call after so long
+RUNS = 500  # most runs of a call
+CALLS = 10  # calls of a run
+SECONDS = 3.0  # after which no run begins
 NEEDS = (True, True, True, False, False, False)  # gradients of query, key and value
 
 Call = Callable[[], object]
-# A call, the part of the backend, and a call through autograd that computes nothing.
+# A call; its computation by the backend alone; the same call of a function that computes nothing,
+# or None without autograd.
 Parts = tuple[Call, Call, Call | None]
 
 
@@ -45,12 +47,13 @@ class Row:
     """Microseconds of one call.
 
     Attributes:
-        call: what was called.
-        total_us, median_us: of the fastest run, and of a run in the middle.
-        launches: kernels that it starts, none on a CPU.
-        kernels_us: of these launches.
-        engine_us: of torch's autograd engine.
-        overhead_us: what remains of total_us.
+        call: Name of the call.
+        total_us: Host time, of the fastest run.
+        median_us: Host time of the median run.
+        launches: Number of kernels that the call launches; 0 on a CPU.
+        kernels_us: Time of these launches.
+        engine_us: Time of torch's autograd engine.
+        overhead_us: Remainder of total_us.
     """
 
     call: str
@@ -78,7 +81,7 @@ def main(
     shape = {"batch": 1, "heads": heads, "seq_len": seq_len, "head_dim": head_dim}
     shape |= {"block_size": block_size, "backend": backend}
     log = Log("host-time", kind, output, overwrite, shape=shape)
-    calls = calls_of(heads, seq_len, head_dim, block_size, backend, kind)
+    calls = build_calls(heads, seq_len, head_dim, block_size, backend, kind)
     rows = [measure(name, parts, kind) for name, parts in calls.items()]
     log.add("calls", rows, {}, complete=True)
     figures: dict[str, Callable[[Row], str]] = {"kernels": lambda row: f"{row.launches}"}
@@ -91,10 +94,10 @@ def main(
     log.show(title, ("call",), figures)
 
 
-def calls_of(
+def build_calls(
     heads: int, seq_len: int, head_dim: int, block_size: int, backend: str, device: str
 ) -> dict[str, Parts]:
-    """What is measured, on random tensors of one small problem."""
+    """The calls that are measured, by name, with random tensors of these sizes."""
     import torch
 
     import masks
@@ -114,7 +117,7 @@ def calls_of(
     last, last_row = query[:, :, -1:].clone(), mask.slice_queries(seq_len - 1, seq_len)
     step = call.Call(find_plan(last, key, value, last_row, options, facts))
     attention = partial(sparseflash.attention, backend=backend)
-    nothing = partial(do_nothing(*bare.forward(query, key, value)), *leaves, None, None)
+    nothing = partial(null_function(*bare.forward(query, key, value)), *leaves, None, None)
 
     def backward_of(out: torch.Tensor) -> Call:
         return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
@@ -133,9 +136,14 @@ def calls_of(
     }
 
 
-def do_nothing(out: "torch.Tensor", lse: "torch.Tensor") -> Callable:
-    """A differentiable function that computes nothing: of as many tensors as attention, with views
-    of its results, and query, key and value for their gradients.
+def null_function(out: "torch.Tensor", lse: "torch.Tensor") -> Callable:
+    """A differentiable function with the signature of attention that computes nothing.
+
+    Args:
+        out, lse: The function returns views of these tensors.
+
+    Returns:
+        The function. Its gradients are query, key and value themselves.
     """
     import torch
 
@@ -155,7 +163,7 @@ def do_nothing(out: "torch.Tensor", lse: "torch.Tensor") -> Callable:
 
 
 def measure(name: str, parts: Parts, device: str) -> Row:
-    """Times a call beside what is taken off its time."""
+    """Times a call and the parts that are subtracted."""
     import torch
 
     call, kernels, engine = parts
@@ -173,7 +181,15 @@ def measure(name: str, parts: Parts, device: str) -> Row:
 
 
 def run_times(calls: list[Call], wait: Call) -> list[list[float]]:
-    """For each call the mean host microseconds of runs of CALLS, alternately, without a wait."""
+    """Times calls in runs of CALLS, alternately, without a wait inside a run.
+
+    Args:
+        calls: The calls.
+        wait: Waits for the device.
+
+    Returns:
+        For each call, the mean microseconds of a call in each run.
+    """
     end = time.perf_counter() + SECONDS
     runs: list[list[float]] = [[] for _ in calls]
     while not runs[0] or (len(runs[0]) < RUNS and time.perf_counter() < end):
@@ -188,7 +204,7 @@ def run_times(calls: list[Call], wait: Call) -> list[list[float]]:
 
 
 def count_launches(call: Call) -> int:
-    """Kernels that one call puts on the GPU."""
+    """The number of kernels that a call launches."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

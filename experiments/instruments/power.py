@@ -2,11 +2,11 @@
 
     python -m experiments.instruments.power
 
-A GPU lowers its clock if it would exceed its power limit. Then a kernel gets faster by using less
-energy, not by filling idle time. Each pass of each implementation is timed rested, in bursts after
-a pause, and sustained, without a pause for some seconds. Meanwhile `nvidia-smi` (part of the
-driver) reads the clock, the power and whether power limits the clock. The table is written to
-power-<gpu>.json after every problem.
+A GPU lowers its clock if it would otherwise exceed its power limit. Then only a kernel that takes
+less energy is faster. Each pass of each implementation is timed rested, in short bursts with
+pauses between them, and sustained, for some seconds without a pause. During the sustained runs
+`nvidia-smi` (part of the driver) reads the clock, the power, and whether power limits the clock.
+The rows are written to power-<gpu>.json after every problem.
 """
 
 import re
@@ -43,20 +43,28 @@ if TYPE_CHECKING:
 HEADS, HEAD_DIM = 16, 128
 IMPLEMENTATION = f"{OURS}:auto{ANY_ORDER}"
 BASELINES = (Baseline.CUDNN, Baseline.FLASH4)
-# Rested runs come in bursts, each after a pause and so short that power has no time to bind.
+# Rested runs: bursts after pauses, too short for the power limit to lower the clock.
 BURSTS, BURST_MS, PAUSE_SECONDS = 10, 3.0, 0.1
-ENQUEUED_MS = 20.0  # of sustained runs at a time
-SAMPLE_MILLISECONDS = 50
-WARM_UP = 1 / 3  # of the sustained runs, which is not counted: the clock settles
+ENQUEUED_MS = 20.0  # sustained runs that are enqueued at a time
+SAMPLE_MILLISECONDS = 50  # between readings of nvidia-smi
+WARM_UP = 1 / 3  # first share of the sustained runs, in which the clock settles; not counted
 QUERY = "clocks.sm,power.draw.instant,clocks_event_reasons.sw_power_cap"
 LINE = re.compile(r"([\d.]+), ([\d.]+), (Active|Not Active)\n")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One pass of an implementation: milliseconds and useful TFLOP/s rested and sustained; medians
-    of the clock (MHz) and the power (W) of the sustained runs; the share of their samples in which
-    power held the clock down.
+    """One pass of an implementation.
+
+    Attributes:
+        problem, seq_len, density: The mask: its name, its length in tokens and its density s.
+        direction: "forward" or "backward".
+        implementation: sparseflash with its backend, or a baseline.
+        rested_ms, rested_tflops: Time, and useful TFLOP/s, rested.
+        sustained_ms, sustained_tflops: The same, sustained.
+        clock: Median clock of the sustained runs in MHz.
+        power: Median power of the sustained runs in W.
+        capped: Share of the readings in which power limited the clock.
     """
 
     problem: str
@@ -73,8 +81,9 @@ class Row:
     capped: float
 
 
+# Runs a pass so many times, and returns the milliseconds of each run.
 Sample = Callable[[int], list[float]]
-# What nvidia-smi reads at a time: the clock, the power, whether power holds the clock down.
+# Clock in MHz, power in W, whether power limits the clock.
 Reading = tuple[float, float, bool]
 
 
@@ -108,7 +117,7 @@ def main(
 
 
 def problems(implementations: tuple[str, ...]) -> "Iterator[Case]":
-    """A dense baseline takes part in the full mask alone."""
+    """The problems. Implementations that take no sparse mask compute only the full mask."""
     from experiments.pattern_families import FULL, Single
     from experiments.suites import BLOCK, TOKENS, Shape, at_random
 
@@ -122,7 +131,11 @@ def problems(implementations: tuple[str, ...]) -> "Iterator[Case]":
 
 
 def measure(case: "Case", seconds: float) -> tuple[list[Row], dict[str, str]]:
-    """The rows of all implementations, checked first, and why baselines cannot run."""
+    """Measures all implementations of a problem, after a check of their results.
+
+    Returns:
+        The rows, and by implementation why it was not measured.
+    """
     import torch
 
     from experiments.measure import DTYPES, SkipReasons, checked, random_problem
@@ -142,7 +155,7 @@ def measure(case: "Case", seconds: float) -> tuple[list[Row], dict[str, str]]:
 
 
 def row_of(case: "Case", name: str, direction: str, sample: Sample, seconds: float) -> Row:
-    """Times a pass rested, then sustained with the GPU read."""
+    """The row of a pass, which is timed rested and then sustained."""
     rested_ms = rested(sample)
     with readings() as read:
         sustained_ms = sustained(sample, seconds)
@@ -157,7 +170,9 @@ def row_of(case: "Case", name: str, direction: str, sample: Sample, seconds: flo
 
 
 def rested(sample: Sample) -> float:
-    """The median of runs in short bursts; the first of each wakes the GPU up."""
+    """The median of runs in short bursts. The first run of a burst, which ends the pause of the
+    GPU, is not counted.
+    """
     (estimate,) = sample(1)
     milliseconds = []
     for _ in range(BURSTS):
@@ -167,7 +182,7 @@ def rested(sample: Sample) -> float:
 
 
 def sustained(sample: Sample, seconds: float) -> float:
-    """The median of runs that follow one another for so long, after the clock has settled."""
+    """The median of runs without a pause, after the clock has settled."""
     (estimate,) = sample(1)
     milliseconds = []
     begin = time.perf_counter()
@@ -179,48 +194,49 @@ def sustained(sample: Sample, seconds: float) -> float:
 
 @contextmanager
 def readings() -> Iterator[list[Reading]]:
-    """Reads the GPU while the block runs, after which the list is filled.
+    """A context in which nvidia-smi reads the GPU; its list has the readings after the end.
 
     Raises:
-        OSError: with what nvidia-smi said if it read nothing; no reason to skip a baseline.
+        OSError: nvidia-smi read nothing; the message has its output. An OSError ends the command,
+            whereas other errors skip an implementation.
     """
-    asked = [*asking(QUERY), f"--loop-ms={SAMPLE_MILLISECONDS}"]
+    command = [*smi_command(QUERY), f"--loop-ms={SAMPLE_MILLISECONDS}"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(asked, text=True, **pipes) as reader:
+    with subprocess.Popen(command, text=True, **pipes) as reader:
         found: list[Reading] = []
         try:
             yield found
         finally:
             reader.terminate()
             printed, _ = reader.communicate()
-    found += samples_of(printed)
+    found += parse_readings(printed)
     if not found:
         raise OSError(f"nvidia-smi read nothing:\n{printed}")
 
 
-def samples_of(printed: str) -> Iterator[Reading]:
-    """The complete lines of what nvidia-smi printed."""
+def parse_readings(printed: str) -> Iterator[Reading]:
+    """The readings of the complete lines in the output of nvidia-smi."""
     for clock, power, capped in LINE.findall(printed):
         yield float(clock), float(power), capped == "Active"
 
 
-def identity() -> str:
-    """Of torch's current GPU, whichever of the machine's it is."""
+def gpu_uuid() -> str:
+    """The UUID of torch's current GPU, whose index for nvidia-smi may be another one."""
     import torch
 
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
-def asking(query: str) -> list[str]:
-    """The command that asks for facts of that GPU."""
-    form = "--format=csv,noheader,nounits"
-    return ["nvidia-smi", f"--id={identity()}", f"--query-gpu={query}", form]
+def smi_command(query: str) -> list[str]:
+    """The command that queries properties of this GPU."""
+    output_format = "--format=csv,noheader,nounits"
+    return ["nvidia-smi", f"--id={gpu_uuid()}", f"--query-gpu={query}", output_format]
 
 
 def limit_watts() -> float:
-    """The power that the GPU may draw."""
-    asked = asking("power.limit")
-    return float(subprocess.run(asked, check=True, capture_output=True, text=True).stdout)
+    """The power limit of the GPU in W."""
+    command = smi_command("power.limit")
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def main(
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
-    """Times every launch configuration that fits and prints the fastest."""
+    """Time every launch configuration that fits the device, and print the fastest."""
     needs_cuda()
     from experiments.instruments import tuning
 
@@ -56,7 +56,7 @@ def main(
         for dims in parse_numbers(head_dim, int, "head dims", "64,128")
     ]
     jobs = [
-        (which, problem, list(tuning.fitting(which, problem)))
+        (which, problem, list(tuning.candidates(which, problem)))
         for size, which in itertools.product(sizes, chosen)
         for problem in tuning.problems(which, size)
     ]

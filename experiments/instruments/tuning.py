@@ -33,34 +33,41 @@ from sparseflash.dispatch.call import Call, Plan
 from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.options import AttentionOptions
 
+# Gradients that the kernels of each backward pass compute.
 NEEDS = {"dq": (True, False, False, False, False), "dkdv": (False, True, True, False, False)}
+# Values of each field of a configuration.
 SIDES = (16, 32, 64, 128)
 WARPS = (1, 2, 4, 8)
 STAGES = (2, 3)
-DECODE_STAGES = (2, 3, 4)  # tiles of few rows leave memory for more
+DECODE_STAGES = (2, 3, 4)  # tiles of few rows leave shared memory for more stages
 REGISTERS = (None, 128, 168)
-# Configurations that are slow are not measured: where a thread has more accumulators, it spills;
-# where it has more of its registers for accumulators, too; where a warp has fewer or more pairs of
-# a tile, tensor cores or registers are idle. On Hopper a wgmma takes 64 rows and four warps.
-MAX_ACCUMULATORS = 224
+# Bounds of what is measured; configurations beyond them are known to be slow. With more
+# accumulators, or a larger share of its registers in accumulators, a thread spills. With fewer or
+# more pairs of a tile for each warp, tensor cores or registers are idle.
+MAX_ACCUMULATORS = 224  # of a thread
 MAX_SHARE_OF_REGISTERS = 0.75
 PAIRS_OF_WARP = range(128, 4097)
-WARPGROUP, WARPGROUP_ROWS = 4, 64
-LIMITED_WARPS = (1, WARPGROUP)  # of programs of which more run at once with fewer registers
-MAX_TILES_OF_SIDE = 4  # along a side of a block
+WARPGROUP, WARPGROUP_ROWS = 4, 64  # warps of a wgmma, and rows of its tile
+LIMITED_WARPS = (1, WARPGROUP)  # with a register limit, which raises the occupancy
+MAX_TILES_OF_SIDE = 4  # tiles along a side of a block
 PASSES = (*configs.PASSES, "decode")
-CACHED = 65536  # keys that a step of decoding reads
-# Heads that read the same keys: in a short tile, in a tall one.
-PACKED = (4, configs.MAX_PACKED_ROWS)
-BUDGET_MS = 25.0
-SHOWN = 5
-FAILURES = (RuntimeError, configs.triton.TritonError)
+CACHED = 65536  # keys of a decoding step
+PACKED = (4, configs.MAX_PACKED_ROWS)  # query heads of a key head in a decoding step
+BUDGET_MS = 25.0  # milliseconds of measurement for each configuration and mask
+SHOWN = 5  # configurations in the table
+FAILURES = (RuntimeError, configs.triton.TritonError)  # of a kernel that cannot be launched
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One size: keys (batch, heads, seq_len, head_dim), and as many queries; or, for a step of
-    decoding, one query of each of `packed` heads that read the same keys.
+    """The sizes of a call.
+
+    Attributes:
+        dtype: Name of the dtype.
+        head_dim, batch, heads, seq_len: Sizes of the keys; seq_len is in tokens.
+        block_size: Side of a block in tokens.
+        packed: 0 for as many queries as keys; for a decoding step, the number of query heads of
+            each key head, with one query each.
     """
 
     dtype: str
@@ -73,6 +80,7 @@ class Problem:
 
     @property
     def q_len(self) -> int:
+        """Number of queries in tokens."""
         return 1 if self.packed else self.seq_len
 
     def tensors(self) -> list[Tensor]:
@@ -84,20 +92,21 @@ class Problem:
         return [torch.randn(shape, **options) for shape in (queries, keys, keys, queries)]
 
     def masks(self) -> dict[str, BlockMask]:
+        """The masks that are measured, by density."""
         patterns = {"1": masks.full(), "1/16": masks.random(1 / 16, seed=0)}
         lengths = (self.q_len, self.seq_len)
         return {s: p(lengths, self.block_size, "cuda") for s, p in patterns.items()}
 
 
 def problems(which: str, size: Problem) -> list[Problem]:
-    """What a pass is measured on."""
+    """The problems on which a pass is measured."""
     if which != "decode":
         return [size]
     return [replace(size, seq_len=CACHED, packed=packed) for packed in PACKED]
 
 
-def fitting(which: str, problem: Problem) -> Iterator[Config]:
-    """Every configuration whose tiles divide the block and fit the device."""
+def candidates(which: str, problem: Problem) -> Iterator[Config]:
+    """The configurations of a pass that divide the block, fit the device and may be fast."""
     architecture, memory = configs.limits(torch.device("cuda"))
     dtype = DTYPES[problem.dtype]
     stages = DECODE_STAGES if which == "decode" else STAGES
@@ -106,24 +115,27 @@ def fitting(which: str, problem: Problem) -> Iterator[Config]:
         if (
             divides(config, problem)
             and configs.shared_memory(config, which, dtype, problem.head_dim) <= memory
-            and sensible(which, config, problem.head_dim)
+            and may_be_fast(which, config, problem.head_dim)
             and (architecture >= 90 or not config.tma)
         ):
             yield config
 
 
 def divides(config: Config, problem: Problem) -> bool:
-    """Whether tiles divide a block in few parts; those of packed rows are just tall enough."""
+    """Whether the tiles divide a block, at most MAX_TILES_OF_SIDE along a side.
+
+    In a decoding step a tile has the fewest rows that hold all packed heads.
+    """
     block = problem.block_size
     if problem.packed:
         height = min(side for side in SIDES if side >= problem.packed)
         return config.bm == height and config.bn <= block <= MAX_TILES_OF_SIDE * config.bn
-    few_parts = MAX_TILES_OF_SIDE * min(config.bm, config.bn) >= block
-    return few_parts and configs.divides(config, (block, block))
+    few_tiles = MAX_TILES_OF_SIDE * min(config.bm, config.bn) >= block
+    return few_tiles and configs.divides(config, (block, block))
 
 
-def sensible(which: str, config: Config, head_dim: int) -> bool:
-    """Whether a configuration is not known to be slow."""
+def may_be_fast(which: str, config: Config, head_dim: int) -> bool:
+    """Whether a configuration is within the bounds beyond which kernels are known to be slow."""
     pairs = config.bm * config.bn
     most = MAX_SHARE_OF_REGISTERS * config.registers if config.registers else MAX_ACCUMULATORS
     rows = config.bm if which == "decode" else max(config.bm, config.bn)
@@ -137,7 +149,7 @@ def sensible(which: str, config: Config, head_dim: int) -> bool:
 
 
 def compile_all(jobs: list[tuple[str, Problem, Config]]) -> None:
-    """Compiles side by side, into Triton's cache on disk."""
+    """Compiles kernels in parallel processes, into Triton's cache on disk."""
     context = multiprocessing.get_context("spawn")
     workers = max(1, len(os.sched_getaffinity(0)) - 2)
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -147,39 +159,47 @@ def compile_all(jobs: list[tuple[str, Problem, Config]]) -> None:
 def _compile(which: str, problem: Problem, config: Config) -> None:
     small = replace(problem, batch=1, heads=1, seq_len=1024)
     mask = small.masks()["1"]
-    # One that does not compile is left out, with its reason, where it would be measured.
+    # A kernel that does not compile is reported by `measure`.
     with contextlib.suppress(*FAILURES), configured(config, which):
-        runner(which, small, mask)()
+        build_run(which, small, mask)()
 
 
 @contextlib.contextmanager
 def configured(config: Config, *passes: str) -> Iterator[None]:
-    """Calls that are planned meanwhile run some passes with `config`, whatever it needs."""
+    """A context in which calls are planned with one configuration, without a check that it fits.
+
+    Args:
+        config: The configuration.
+        passes: The passes that use it.
+    """
     choose = configs.choose
 
-    def forget() -> None:
+    def clear_caches() -> None:
         configs.kernel_variant.cache_clear()
         launch._prepare.cache_clear()
 
     def chosen(pass_name: str, *facts, **options) -> Config | None:
         return config if pass_name in passes else choose(pass_name, *facts, **options)
 
-    forget()
+    clear_caches()
     try:
         with mock.patch.object(configs, "choose", chosen):
             yield
     finally:
-        forget()
+        clear_caches()
 
 
 def measure(which: str, problem: Problem, config: Config, console: Console) -> Iterator[dict]:
-    """One row for each mask; says why for a configuration that does not compile or launch."""
+    """The row of a configuration for each mask.
+
+    Prints the reason if the configuration does not compile or cannot be launched.
+    """
     for density, mask in problem.masks().items():
-        expected = runner(which, problem, mask)()
+        expected = build_run(which, problem, mask)()
         try:
             with configured(config, which):
-                run = runner(which, problem, mask)
-                agree(run(), expected, f"{which} with {config}")
+                run = build_run(which, problem, mask)
+                check_close(run(), expected, f"{which} with {config}")
                 timing = time_call(lambda run=run: run, Clock.GRAPH, BUDGET_MS)
         except FAILURES as error:
             reason = escape(str(error).splitlines()[0][:80])
@@ -188,10 +208,9 @@ def measure(which: str, problem: Problem, config: Config, console: Console) -> I
         yield asdict(config) | {"density": density, "median_ms": timing.median_ms}
 
 
-def runner(which: str, problem: Problem, mask: BlockMask):
-    """The pass alone, as a function of nothing."""
+def build_run(which: str, problem: Problem, mask: BlockMask):
+    """A function without arguments that computes one pass, in the blocks of the mask."""
     query, key, value, grad_out = problem.tensors()
-    # In its own blocks, small as they may be.
     spec = AttentionSpec.from_call(query, key, value, mask, AttentionOptions())
     call = Call(Plan(spec, triton_backend, mask.table(query.device)))
     if which in ("forward", "decode"):
@@ -200,8 +219,8 @@ def runner(which: str, problem: Problem, mask: BlockMask):
     return lambda: call.backward(grad_out, None, saved, NEEDS[which])
 
 
-def agree(result: Iterable, expected: Iterable, what: str) -> None:
-    """Raises AssertionError if two configurations differ by more than roundings."""
+def check_close(result: Iterable, expected: Iterable, what: str) -> None:
+    """Raises AssertionError if the results of two configurations differ by more than rounding."""
     for ours, theirs in zip(result, expected, strict=True):
         if ours is not None:
             error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
@@ -209,20 +228,23 @@ def agree(result: Iterable, expected: Iterable, what: str) -> None:
 
 
 def save(path: Path, which: str, problem: Problem, rows: list[dict]) -> None:
-    """Adds a run to those of the file, in place of an older one of the same pass and problem."""
-    known = json.loads(path.read_text()) if path.exists() else []
-    others = [r for r in known if (r["pass"], Problem(**r["problem"])) != (which, problem)]
-    fresh = {
+    """Adds a run to the file, in place of an earlier one of the same pass and problem."""
+    runs = json.loads(path.read_text()) if path.exists() else []
+    others = [r for r in runs if (r["pass"], Problem(**r["problem"])) != (which, problem)]
+    run = {
         "pass": which,
         "problem": asdict(problem),
         "environment": environment(torch.device("cuda")),
         "rows": rows,
     }
-    write_json(path, [*others, fresh])
+    write_json(path, [*others, run])
 
 
 def times_by_config(rows: list[dict]) -> dict[Config, dict[str, float]]:
-    """Milliseconds at each density; rows older than a field of Config have its default."""
+    """The milliseconds of each configuration by density.
+
+    Rows that were written before a field of Config existed have its default.
+    """
     times = {}
     for row in rows:
         config = Config(**{name: row[name] for name in Config.__dataclass_fields__ if name in row})
@@ -231,7 +253,7 @@ def times_by_config(rows: list[dict]) -> dict[Config, dict[str, float]]:
 
 
 def fastest(rows: list[dict], title: str) -> Table:
-    """The SHOWN configurations of the least geometric mean of times."""
+    """A table of the SHOWN configurations with the least geometric mean of times."""
     times = times_by_config(rows)
     ranked = sorted(times, key=lambda config: math.prod(times[config].values()))
     figures = [f"s = {s}, ms" for s in times[ranked[0]]]

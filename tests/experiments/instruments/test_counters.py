@@ -23,7 +23,7 @@ PRINTED = """\
 
 def test_rows_are_those_of_the_profiler():
     printed = PRINTED.format(names='","'.join(counters.COUNTERS))
-    entries = counters.entries_of(printed)
+    entries = counters.parse_kernels(printed)
     forward, backward = (counters.row_of("full", "sparseflash:auto", entry) for entry in entries)
     assert (forward.kernel, forward.milliseconds) == ("forward", 1.234)
     assert (forward.implementation, forward.cycles) == ("sparseflash:auto", 2_100_000)
@@ -39,7 +39,7 @@ def test_what_is_known_is_written_after_every_problem(monkeypatch, tmp_path):
             raise KeyboardInterrupt
         written.append(problem)
         names = '","'.join(counters.COUNTERS)
-        entries = counters.entries_of(PRINTED.format(names=names))
+        entries = counters.parse_kernels(PRINTED.format(names=names))
         return [counters.row_of(problem, implementation, entry) for entry in entries]
 
     monkeypatch.setattr(counters, "profiled", profiled)

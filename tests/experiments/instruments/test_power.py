@@ -35,7 +35,7 @@ def smi(monkeypatch, tmp_path):
     """A nvidia-smi that prints a given text, and its arguments."""
     script = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(power, "identity", lambda: "GPU-1")
+    monkeypatch.setattr(power, "gpu_uuid", lambda: "GPU-1")
 
     def says(text: str) -> Path:
         script.write_text(
@@ -57,8 +57,8 @@ def wait_for(path: Path) -> None:
 def test_samples_are_whole_lines_of_numbers():
     found = [(1980.0, 120.5, False)]
     lines = PRINTED.splitlines(keepends=True)
-    assert list(power.samples_of(lines[0] + lines[2] + lines[4])) == found
-    assert list(power.samples_of("1605, 699.00, Act")) == []
+    assert list(power.parse_readings(lines[0] + lines[2] + lines[4])) == found
+    assert list(power.parse_readings("1605, 699.00, Act")) == []
 
 
 def test_readings_are_those_of_the_gpu_that_is_used(smi):

@@ -6,7 +6,7 @@ import torch
 from rich.console import Console
 
 from experiments.instruments import tuning
-from experiments.instruments.tuning import Problem, agree, fastest, fitting, save
+from experiments.instruments.tuning import Problem, candidates, check_close, fastest, save
 from sparseflash.backends.triton import configs
 from sparseflash.backends.triton.configs import Config
 from tests.helpers.tuned import H200, configuration_in_use
@@ -31,7 +31,7 @@ def hopper(monkeypatch):
 def test_the_configuration_in_use_is_one_of_those_measured(which, packed, head_dim):
     problem = replace(PROBLEM, head_dim=head_dim, packed=packed)
     in_use = configuration_in_use(which, problem)
-    found = list(fitting(which, problem))
+    found = list(candidates(which, problem))
     assert in_use in found
     assert len(found) == len(set(found))
     assert all(configs.shared_memory(c, which, torch.bfloat16, head_dim) <= H200[1] for c in found)
@@ -74,14 +74,14 @@ def test_a_step_of_decoding_is_measured_with_few_and_with_many_heads():
 def test_older_architectures_have_no_tensor_memory_accelerator(monkeypatch):
     for architecture, some in ((80, False), (90, True)):
         monkeypatch.setattr(configs, "limits", lambda device, a=architecture: (a, H200[1]))
-        assert any(config.tma for config in fitting("forward", PROBLEM)) == some
+        assert any(config.tma for config in candidates("forward", PROBLEM)) == some
 
 
 def test_a_wrong_result_is_not_timed():
     right = torch.randn(64)
-    agree([right, None], [right.clone(), None], "dq")
+    check_close([right, None], [right.clone(), None], "dq")
     with pytest.raises(AssertionError, match="dq with this: differs"):
-        agree([right + 0.1], [right], "dq with this")
+        check_close([right + 0.1], [right], "dq with this")
 
 
 @pytest.mark.gpu
