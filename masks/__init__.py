@@ -42,7 +42,7 @@ def __getattr__(name: str):
     """A public name, imported at its first use: torch takes seconds, and `--help` needs none."""
     if name not in __all__:
         raise AttributeError(f"module 'masks' has no attribute {name!r}")
-    with import_module("masks.block_mask").untraced():  # modules have tensors
+    with import_module("masks._core.tracing").untraced():  # modules have tensors
         globals()[name] = getattr(import_module("masks._api"), name)
     return globals()[name]
 

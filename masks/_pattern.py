@@ -13,8 +13,9 @@ import torch
 
 from masks import block_mask
 from masks._core.grid import Grid
+from masks._core.tracing import untraced
 from masks.arguments import to_python
-from masks.block_mask import BlockMask, untraced
+from masks.block_mask import BlockMask
 from masks.predicates import from_block_predicate, from_predicate
 from masks.registry import Handled
 

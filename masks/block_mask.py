@@ -4,9 +4,7 @@ They are in one module because each constructs the other: BlockMask.select retur
 and DynamicMask.to_block_mask returns a BlockMask. Their operations are in masks._core.
 """
 
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -14,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from masks._core import block_set, convert, reblock, slicing
 from masks._core.block_set import EMPTY, BlockSet
@@ -28,21 +25,6 @@ if TYPE_CHECKING:
     import scipy.sparse
 
 Size = int | tuple[int, int]
-
-
-def untraced() -> ExitStack:
-    """A context in which torch.func and tracers do not see operations.
-
-    A mask that is made inside a function is a constant to transforms and tracers of the function,
-    such as torch.func.grad and linearize.
-    """
-    stack = ExitStack()
-    if torch._C._are_functorch_transforms_active():
-        stack.enter_context(temporarily_clear_interpreter_stack())
-    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    if tracing is not None and tracing.get_proxy_mode() is not None:
-        stack.enter_context(tracing.disable_proxy_modes_tracing())
-    return stack
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -378,7 +360,7 @@ class BlockMask(OnGrid, Caching, Handled):
         """
         k = check_integer("k", k, least=1)
         check_floating("scores", scores)
-        scores = _batch_of_blocks("scores", scores, self)
+        scores = convert.batch_of_blocks("scores", scores, self.grid, self.num_heads)
         empty = self._tile_codes() == self.num_bit_tiles + EMPTY
         eligible = scores.detach().masked_fill(empty | scores.isnan(), -torch.inf)
         best, column = eligible.topk(min(k, eligible.shape[-1]), dim=-1)
@@ -530,8 +512,10 @@ class DynamicMask(OnGrid, Caching):
                     f"scores must have the shape of blocks, {tuple(blocks.shape)}, got "
                     f"{tuple(scores.shape)}"
                 )
-            object.__setattr__(self, "scores", _batch_of_blocks("scores", scores, support))
-        object.__setattr__(self, "blocks", _batch_of_blocks("blocks", blocks, support))
+            scores = convert.batch_of_blocks("scores", scores, self.grid, support.num_heads)
+            object.__setattr__(self, "scores", scores)
+        blocks = convert.batch_of_blocks("blocks", blocks, self.grid, support.num_heads)
+        object.__setattr__(self, "blocks", blocks)
         # A graph of torch.compile takes the blocks as input, and compiles the table when it runs.
         if not torch.compiler.is_compiling():
             self.__dict__["_table"] = compile_selected(self.support.block_set, self.blocks)
@@ -702,20 +686,3 @@ def _full_mask_like(name: str, like: Tensor, block_size: Size, seq_len: Size | N
     if not 2 <= like.ndim <= 4:
         raise ValueError(f"{name} must have 2 to 4 dimensions, got {tuple(like.shape)}")
     return from_full_runs(convert.grid_of_blocks(name, like, block_size, seq_len))
-
-
-def _batch_of_blocks(name: str, blocks: Tensor, support: BlockMask) -> Tensor:
-    """`blocks` as (batch, heads, nq, nk), with the heads of the support."""
-    g, heads = support.grid, support.num_heads
-    shape = (1,) * (4 - blocks.ndim) + tuple(blocks.shape)
-    if not 2 <= blocks.ndim <= 4 or 0 in shape or shape[2:] != (g.nq, g.nk):
-        raise ValueError(
-            f"{name} must be ({g.nq}, {g.nk}), with or without (heads,) or (batch, heads) in "
-            f"front, for seq_len {g.seq_len} in blocks of {g.block_size}, got "
-            f"{tuple(blocks.shape)}"
-        )
-    if heads > 1 and shape[1] not in (1, heads):
-        raise ValueError(f"{name} must have 1 or {heads} heads, got {shape[1]}")
-    if blocks.device != support.device:
-        raise ValueError(f"{name} must be on {support.device} like the mask, got {blocks.device}")
-    return blocks.view(shape).expand(-1, max(heads, shape[1]), -1, -1)

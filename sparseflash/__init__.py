@@ -53,7 +53,7 @@ def __getattr__(name: str):
     if name not in {*__all__, *_ON_DEMAND}:
         raise AttributeError(f"module 'sparseflash' has no attribute {name!r}")
     module, attribute = _ON_DEMAND.get(name, ("sparseflash._api", name))
-    with import_module("masks.block_mask").untraced():  # modules have tensors
+    with import_module("masks._core.tracing").untraced():  # modules have tensors
         imported = import_module(module)
     globals()[name] = imported if attribute is None else getattr(imported, attribute)
     return globals()[name]

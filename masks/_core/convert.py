@@ -140,6 +140,32 @@ def grid_of_blocks(
     return grid
 
 
+def batch_of_blocks(name: str, blocks: Tensor, grid: Grid, heads: int) -> Tensor:
+    """`blocks` as (batch, heads, nq, nk), with the heads of the mask from which they select.
+
+    Args:
+        name: Name of the argument, for errors.
+        blocks: A value for each block, (nq, nk), (heads, nq, nk) or (batch, heads, nq, nk).
+        grid: The grid of the blocks.
+        heads: Heads of the mask from which blocks are selected; 1 if it applies to any number.
+
+    Raises:
+        ValueError: `blocks` has another shape, or is on another device.
+    """
+    shape = (1,) * (4 - blocks.ndim) + tuple(blocks.shape)
+    if not 2 <= blocks.ndim <= 4 or 0 in shape or shape[2:] != (grid.nq, grid.nk):
+        raise ValueError(
+            f"{name} must be ({grid.nq}, {grid.nk}), with or without (heads,) or (batch, heads) "
+            f"in front, for seq_len {grid.seq_len} in blocks of {grid.block_size}, got "
+            f"{tuple(blocks.shape)}"
+        )
+    if heads > 1 and shape[1] not in (1, heads):
+        raise ValueError(f"{name} must have 1 or {heads} heads, got {shape[1]}")
+    if blocks.device != grid.device:
+        raise ValueError(f"{name} must be on {grid.device} like the mask, got {blocks.device}")
+    return blocks.view(shape).expand(-1, max(heads, shape[1]), -1, -1)
+
+
 def span(grid: Grid) -> int:
     """Keys of a span: whole blocks."""
     return max(SPAN, grid.bk)
