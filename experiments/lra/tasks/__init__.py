@@ -1,4 +1,4 @@
-"""The tasks of the Long Range Arena, one file each."""
+"""The tasks of Long Range Arena, one in each file."""
 
 from experiments.lra.tasks.films import FilmPairs
 from experiments.lra.tasks.image import ImageTask

@@ -1,7 +1,7 @@
 """Film pairs: are two IMDb reviews about the same film?
 
-It is a substitute for Retrieval, whose data are no longer available. It is not a task of the
-arena, and its accuracies cannot be compared with those of AAN.
+It replaces Retrieval, whose data are no longer available. It is not a task of the arena, and its
+accuracies cannot be compared with those of AAN.
 """
 
 from collections import defaultdict
@@ -20,7 +20,8 @@ from experiments.lra.tasks.text import SENTIMENTS
 
 FOLDER = "film_pairs"
 SIZES: Mapping[str, int] = dict(zip(SPLITS, (40_000, 4_000, 10_000), strict=True))
-HELD_OUT = 10  # one film in so many of the training set is for validation
+HELD_OUT = 10  # one of so many films of the training set is in the validation set
+SPACES = bytes.maketrans(b"\t\n\r", b"   ")
 HOW = "make them with: python -m experiments.lra.data film-pairs"
 Review = Path
 # Film -> sentiment -> its reviews.
@@ -28,10 +29,11 @@ Films = Mapping[str, Mapping[str, list[Review]]]
 
 
 class FilmPairs(Retrieval):
-    """film_pairs/{train,validation,test}.tsv, in the format of `Retrieval`.
+    """Reads film_pairs/{train,validation,test}.tsv, in the format of `Retrieval`.
 
-    The films of the three splits are different ones. Both reviews of a pair have one sentiment,
-    and each place of a pair has the same distribution of reviews under both labels.
+    No film is in two splits. Both reviews of a pair have the same sentiment. The first review, and
+    the second review, have the same distribution under both labels, so neither alone tells the
+    label.
     """
 
     name = "film-pairs"
@@ -43,18 +45,18 @@ class FilmPairs(Retrieval):
 
 
 def write_film_pairs(data_root: Path, sizes: Mapping[str, int] = SIZES) -> Path:
-    """Writes the pairs of all splits from aclImdb and its urls_*.txt; the same for the same data.
+    """Writes the pairs of all splits. Equal data give equal pairs.
 
     Args:
-        data_root: The folder that holds aclImdb.
-        sizes: Pairs of each split.
+        data_root: The folder that contains aclImdb, with its files urls_*.txt.
+        sizes: Number of pairs of each split.
 
     Returns:
         The folder of the three files.
 
     Raises:
-        MissingData: For files that are not there.
-        ValueError: For a review without a film.
+        MissingData: A file does not exist.
+        ValueError: A review has no film.
     """
     reviews = data_root / REVIEWS
     check_hashes(reviews)
@@ -70,7 +72,8 @@ def write_film_pairs(data_root: Path, sizes: Mapping[str, int] = SIZES) -> Path:
     for split, count in sizes.items():
         draft = folder / f".{split}.part"
         with draft.open("wb") as file:
-            for line in track(lines(films[split], split, count), split, count, transient=True):
+            pairs = draw_pairs(films[split], split, count)
+            for line in track(pairs, split, count, transient=True):
                 file.write(line)
         draft.replace(folder / f"{split}.tsv")
     write_hashes(folder, ["*.tsv"])
@@ -78,9 +81,9 @@ def write_film_pairs(data_root: Path, sizes: Mapping[str, int] = SIZES) -> Path:
 
 
 def read_films(folder: Path) -> dict[str, dict[str, list[Review]]]:
-    """The reviews of a part of aclImdb by film and sentiment.
+    """The reviews of a folder of aclImdb, by film and sentiment.
 
-    Line n of urls_<sentiment>.txt is the page of the film of review n.
+    Line n of urls_<sentiment>.txt is the address of the film of review n.
     """
     films: dict[str, dict[str, list[Review]]] = defaultdict(lambda: defaultdict(list))
     for sentiment in SENTIMENTS:
@@ -96,10 +99,17 @@ def read_films(folder: Path) -> dict[str, dict[str, list[Review]]]:
     return films
 
 
-def lines(films: Films, split: str, count: int) -> Iterator[bytes]:
-    """Pairs in the format of `Retrieval`, of one film where their number is odd."""
-    # All that a pair of one film can begin with, in an order that no file system decides.
-    first = sorted(
+def draw_pairs(films: Films, split: str, count: int) -> Iterator[bytes]:
+    """Lines of pairs in the format of `Retrieval`; pairs of odd number are of one film.
+
+    Args:
+        films: The reviews of the split.
+        split: Name of the split, which determines the random numbers.
+        count: Number of pairs.
+    """
+    # The reviews that can be the first of a pair of one film, in an order that does not depend on
+    # the file system.
+    firsts = sorted(
         (film, sentiment, review)
         for film, by_sentiment in films.items()
         for sentiment, reviews in by_sentiment.items()
@@ -110,16 +120,14 @@ def lines(films: Films, split: str, count: int) -> Iterator[bytes]:
     for number in range(count):
         state[0] = seed_of(stream, np.uint64(number))
         label = number % 2
-        film, sentiment, a = first[below(state, len(first))]
-        # Drawn like the second review of a pair of that other film: so the second review alone
-        # does not tell the label.
-        other, begins = film, a
-        while label == 0 and (other == film or begins.parent.name != sentiment):
-            other, _, begins = first[below(state, len(first))]
-        rest = [review for review in films[other][sentiment] if review != begins]
-        b = rest[below(state, len(rest))]
-        texts = (review.read_bytes().translate(SPACES) for review in (a, b))
-        yield b"%d.0\t%s\t%s\t%s\t%s\n" % (label, a.stem.encode(), b.stem.encode(), *texts)
-
-
-SPACES = bytes.maketrans(b"\t\n\r", b"   ")
+        film, sentiment, first = firsts[below(state, len(firsts))]
+        # The second review of a pair of two films is drawn as that of a pair of its own film. So
+        # the second review alone does not tell the label.
+        other, other_first = film, first
+        while label == 0 and (other == film or other_first.parent.name != sentiment):
+            other, _, other_first = firsts[below(state, len(firsts))]
+        seconds = [review for review in films[other][sentiment] if review != other_first]
+        second = seconds[below(state, len(seconds))]
+        names = (review.stem.encode() for review in (first, second))
+        texts = (review.read_bytes().translate(SPACES) for review in (first, second))
+        yield b"%d.0\t%s\t%s\t%s\t%s\n" % (label, *names, *texts)

@@ -1,9 +1,10 @@
-"""Random numbers as hashes of their purpose: equal on every machine, process and numpy version.
+"""Random numbers as hashes of names: equal on every machine, process and numpy version.
 
-Generated data are functions of this code. A change of the code changes the data, and numba's cache
-of its callers must be deleted.
+Generated data depend on this code. A change of it changes the data, and then numba's cache of its
+callers must be deleted.
 
-Source: Steele, Lea, Flood 2014, Fast splittable pseudorandom number generators (splitmix64).
+Reference:
+    Steele, Lea, Flood 2014, Fast splittable pseudorandom number generators (splitmix64).
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ _ULP = 2.0**-53
 
 @numba.njit(nogil=True)
 def mix(x):
-    """A bijection of uint64 from consecutive numbers to random ones."""
+    """The finalizer of splitmix64: a bijection of uint64 that makes consecutive numbers random."""
     x = (x ^ (x >> _S30)) * _MIX_1
     x = (x ^ (x >> _S27)) * _MIX_2
     return x ^ (x >> _S31)
@@ -28,25 +29,25 @@ def mix(x):
 
 @numba.njit(nogil=True)
 def seed_of(stream, index):
-    """The seed of sample `index` of a stream; both uint64."""
+    """The seed of sample `index` of a stream; stream and index are uint64."""
     return mix(mix(stream + _GAMMA) + (index + np.uint64(1)) * _GAMMA)
 
 
 @numba.njit(nogil=True)
 def uniform(state):
-    """The next number in [0, 1) of a generator whose state is one uint64 in an array."""
+    """The next number in [0, 1) of a generator; state: its state, uint64 (1,), is advanced."""
     state[0] += _GAMMA
     return (mix(state[0]) >> _S11) * _ULP
 
 
 @numba.njit(nogil=True)
 def below(state, n):
-    """The next integer in [0, n)."""
+    """The next integer in [0, n) of a generator; state: see uniform."""
     return int(uniform(state) * n)
 
 
 def stream_of(*names: str | int) -> np.uint64:
-    """The stream of random numbers that belongs to names, such as ("listops", 0, "train")."""
+    """The stream of random numbers of some names, such as ("listops", 0, "train")."""
     text = "/".join(map(str, names)).encode()
     stream = np.uint64(0)
     for byte in text:
@@ -55,9 +56,18 @@ def stream_of(*names: str | int) -> np.uint64:
 
 
 def split_by_hash(n: int, sizes: Sequence[int], *names: str | int) -> list[np.ndarray]:
-    """0..n-1 cut into parts of the given sizes by the hash of each index, ascending in a part.
+    """Splits the indices 0 to n - 1 by their hashes.
 
-    Raises ValueError when the sizes do not sum to n.
+    Args:
+        n: Number of indices.
+        sizes: Size of each part.
+        names: Names of the stream of hashes.
+
+    Returns:
+        The indices of each part, ascending.
+
+    Raises:
+        ValueError: The sizes do not sum to n.
     """
     if sum(sizes) != n:
         raise ValueError(f"sizes must sum to the {n} samples, got {list(sizes)}")
@@ -76,10 +86,10 @@ def _hashes(stream, n):
 
 @numba.njit(nogil=True, cache=True)
 def shuffled(position, n, stream):
-    """Which of 0..n-1 stands at a position of the order that belongs to a stream: a bijection.
+    """The element of 0 to n - 1 at a position of the permutation of a stream.
 
-    A Feistel network on the smallest even number of bits that holds n, applied until the result is
-    below n: random access to a permutation that takes no memory.
+    The permutation takes no memory: it is a Feistel network on the smallest even number of bits
+    that can represent n - 1, applied until the result is below n.
     """
     half = np.uint64(1)
     while np.uint64(1) << (half + half) < np.uint64(n):

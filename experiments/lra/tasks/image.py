@@ -14,7 +14,7 @@ FOLDER = "cifar-10-batches-py"
 SIDE = 32
 LUMA = np.array([0.2989, 0.5870, 0.1140])
 TRAIN_FILES = tuple(f"data_batch_{n}" for n in range(1, 6))
-# All that the published files are made of; a file that asks for anything else is refused.
+# The only objects of a pickle that are loaded: those of the published files.
 TRUSTED = {
     ("numpy._core.multiarray", "_reconstruct"),
     ("numpy", "ndarray"),
@@ -24,7 +24,7 @@ TRUSTED = {
 
 
 class ImageTask(Task):
-    """cifar-10-batches-py/; a tenth of the training set, by hash, is for validation."""
+    """Reads cifar-10-batches-py/. A tenth of the training set is the validation set."""
 
     name = "image"
     shape = Shape(seq_len=SIDE * SIDE, vocabulary=256, classes=10, side=SIDE)
@@ -42,7 +42,12 @@ class ImageTask(Task):
 
 
 class GreyImages:
-    """The images of batches, in memory."""
+    """The images of some files, in memory.
+
+    Args:
+        folder: Folder of the files.
+        names: Names of the files.
+    """
 
     in_memory = True
 
@@ -59,11 +64,11 @@ class GreyImages:
 
 
 def read_batch(path: Path) -> tuple[np.ndarray, list[int]]:
-    """Grey images, uint8 (n, 1024), and labels of one published file.
+    """The greyscale images, uint8 (n, 1024), and the labels of a published file.
 
     Raises:
-        MissingData: When it is not there.
-        ValueError: The file is not a batch.
+        MissingData: The file does not exist.
+        ValueError: The file is not a batch of CIFAR-10.
     """
     if not path.exists():
         raise MissingData(path, "make it with: python -m experiments.lra.data cifar ARCHIVE")
@@ -73,10 +78,10 @@ def read_batch(path: Path) -> tuple[np.ndarray, list[int]]:
 
 
 def load_batch(path: Path) -> tuple[np.ndarray, list[int]]:
-    """Images, uint8 (n, 3072), and labels of one published file.
+    """The images in colour, uint8 (n, 3072), and the labels of a published file.
 
     Raises:
-        ValueError: The file is not a batch.
+        ValueError: The file is not a batch of CIFAR-10.
     """
     try:
         with path.open("rb") as file:
@@ -85,7 +90,7 @@ def load_batch(path: Path) -> tuple[np.ndarray, list[int]]:
         labels = [int(label) for label in batch[b"labels"]]
         if len(colours) != len(labels) or colours.dtype != np.uint8:
             raise ValueError(f"{len(labels)} labels of {len(colours)} images, {colours.dtype}")
-    # A damaged pickle raises nearly anything; nothing in it was run.
+    # A damaged pickle raises one of many errors. No code of it was executed.
     except (
         pickle.UnpicklingError,
         EOFError,
@@ -99,7 +104,7 @@ def load_batch(path: Path) -> tuple[np.ndarray, list[int]]:
 
 
 class _BatchReader(pickle.Unpickler):
-    """Reads arrays, lists and strings, and runs nothing."""
+    """Loads arrays, lists and strings. It executes no code of the pickle."""
 
     def find_class(self, module: str, name: str):
         module = module.replace("numpy.core", "numpy._core")

@@ -16,41 +16,40 @@ from experiments.lra.tasks.snakes import DIFFICULTIES, RELEASE, Drawing, Rules, 
 from experiments.lra.tasks.store import Allocate, Arrays, stored
 from experiments.lra.tasks.task import SPLITS, MissingData, Sample, Samples, Shape, Subset, Task
 
-# Images of the training split when each is drawn afresh: more than any run will see.
-ENDLESS = 10**9
+ENDLESS = 10**9  # fresh images of the training split: more than any run reads
 FOLDERS = {
     "easy": "curv_baseline",
     "intermediate": "curv_contour_length_9",
     "hard": "curv_contour_length_14",
 }
-SHORTEST = 3  # segments: distractors are a third as long
-GENERATOR = 2  # 1 had "described" distractors and "any" directions
+SHORTEST = 3  # segments of a contour; its distractors have a third of them, at least one
+GENERATOR = 2  # version of stored images; version 1 had other defaults of Rules
 NPY_MAGIC = b"\x93NUMPY"
 
 
 class Pathfinder(Task):
-    """Images by the published algorithm, or the released ones.
+    """Images that are drawn by the published algorithm, or the released images.
 
     Args:
         side: 32, 64, 128 or 256 pixels.
-        difficulty: Length of the marked contours; "hard" is the arena's.
-        source: "fresh" draws every image when it is asked for, with no end of training images;
-            "stored" draws `sizes` images once; "released" packs the published pathfinder<side>/.
-        sizes: Samples of train, validation and test.
-        seed: Of the generator.
-        skip_corrupt: Leave out (and count) released images that cannot be read, instead of
-            stopping.
-        shorter: Part of the fresh training images whose contours have fewer segments, evenly from
-            3 up: a curriculum. Validation and test have the task's own.
-        traced: Fresh training images come with a trace: how many discs the contour of each pixel
-            has. That is more than the arena's labels say.
-        distractors: How many distractors images have: "release" as the arena's images,
-            "described" as the arena's code says; see `snakes.Rules`.
-        directions: Directions of first segments: "release" as in the arena's images, "any"
-            without its preference, from which the discs' coordinates say less.
+        difficulty: Length of the marked contours; "hard" is that of the arena.
+        source: "fresh" draws each image when it is read, and has ENDLESS training images;
+            "stored" draws `sizes` images once; "released" reads the published pathfinder<side>/.
+        sizes: Number of images for training, validation and test.
+        seed: Seed of the generator.
+        skip_corrupt: Whether released images that cannot be read are left out and counted. By
+            default they raise an error.
+        shorter: Share of the fresh training images with shorter contours, whose numbers of
+            segments are uniform from 3 on: a curriculum. Validation and test are unchanged.
+        traced: Whether fresh training images have a trace: the number of discs on the contour of
+            each pixel. The labels of the arena do not contain it.
+        distractors: Number of distractors: "release" as in the images of the arena, "described"
+            as in the code of the arena, or "none"; see `snakes.Rules`.
+        directions: Directions of first segments: "release" as in the images of the arena, or
+            "any"; see `snakes.Rules`.
 
     Raises:
-        ValueError: For options that do not go with the source, or are out of range.
+        ValueError: An option is out of range, or is not for this source.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Pathfinder(Task):
     def images(
         self, split: str, count: int, shorter: float = 0.0, traced: bool = False
     ) -> "FreshImages":
-        """Images 0 to count - 1 of a split, drawn when they are asked for."""
+        """Images 0 to count - 1 of a split, which are drawn when they are read."""
         segments = DIFFICULTIES[self.difficulty]
         return FreshImages(
             self.side, segments, split, self.seed, count, shorter, traced, self.rules
@@ -130,7 +129,17 @@ class Pathfinder(Task):
 
 
 class FreshImages:
-    """Images that are functions of split, seed and index."""
+    """Images that depend only on split, seed and index; they are drawn when they are read.
+
+    Args:
+        side: Side of an image in pixels.
+        segments: Segments of the marked contours.
+        split: Name of the split.
+        seed: Seed of the generator.
+        count: Number of images.
+        shorter, traced: As in Pathfinder.
+        rules: Rules of the generator.
+    """
 
     def __init__(
         self,
@@ -157,18 +166,19 @@ class FreshImages:
         return Sample([drawing.image.reshape(-1)], drawing.label, trace)
 
     def draw(self, index: int, moved: bool = False) -> Drawing:
+        """Draws an image; moved: as in snakes.draw."""
         segments = self.segments_of(index)
         return draw(self.side, segments, self.stream, index, moved, self.rules)
 
     def segments_of(self, index: int) -> int:
-        """Segments of the marked contours of an image."""
-        part = int(seed_of(self.lengths, np.uint64(index))) / 2**64
-        if part >= self.shorter:
+        """The number of segments of the marked contours of an image."""
+        uniform = int(seed_of(self.lengths, np.uint64(index))) / 2**64
+        if uniform >= self.shorter:
             return self.segments
-        return SHORTEST + int(part / self.shorter * (self.segments - SHORTEST))
+        return SHORTEST + int(uniform / self.shorter * (self.segments - SHORTEST))
 
     def pack(self, allocate: Allocate) -> None:
-        """Draws all images into arrays, on every core."""
+        """Draws all images into arrays, with a thread for each core."""
         images = allocate("images", (self.count, self.side, self.side), np.uint8)
         labels = allocate("labels", (self.count,), np.uint8)
         discs = allocate("discs", (self.count, 2, 2), np.int16)
@@ -183,7 +193,7 @@ class FreshImages:
 
 
 class DrawnImages:
-    """Fresh images, all of them drawn when the first is asked for, and stored in memory."""
+    """Fresh images in memory. All of them are drawn when the first is read."""
 
     in_memory = True
 
@@ -225,7 +235,14 @@ class PackedImages:
 def pack_released(source: Path, side: int, skip_corrupt: bool, allocate: Allocate) -> None:
     """Packs imgs/<batch>/*.png with the labels of metadata/<batch>.npy; empty files are left out.
 
-    Raises ValueError naming the first image that cannot be read, unless skip_corrupt.
+    Args:
+        source: Folder of a difficulty.
+        side: Side of an image in pixels.
+        skip_corrupt: Whether images that cannot be read are left out and counted.
+        allocate: Allocates the arrays; see stored.
+
+    Raises:
+        ValueError: An image cannot be read, and skip_corrupt is False; the message names it.
     """
     entries = [
         (source / folder / name, label)
@@ -238,7 +255,7 @@ def pack_released(source: Path, side: int, skip_corrupt: bool, allocate: Allocat
         try:
             images[len(labels)] = _read_image(path, side)
         except (OSError, ValueError) as error:
-            # One file of the release has no bytes: easy/imgs/0/sample_172.png of size 32.
+            # A file of the release is empty: imgs/0/sample_172.png of pathfinder32, easy.
             if not skip_corrupt and path.stat().st_size > 0:
                 raise ValueError(f"{path} cannot be read: {error}") from error
         else:
@@ -256,10 +273,12 @@ def _read_image(path: Path, side: int) -> np.ndarray:
 
 
 def read_metadata(path: Path) -> list[tuple[str, str, int]]:
-    """(folder, file, label) of each image of a batch.
+    """The (folder, file, label) of each image of a batch: columns 0, 1 and 3 of its metadata.
 
-    The release holds text under the name .npy, the generator writes real npy files; columns 0, 1
-    and 3 of both. Raises ValueError naming file and row.
+    The files of the release are text in spite of their name. The generator writes npy files.
+
+    Raises:
+        ValueError: A row cannot be read; the message names file and row.
     """
     content = path.read_bytes()
     if content.startswith(NPY_MAGIC):

@@ -1,4 +1,4 @@
-"""Retrieval: does one paper of the ACL Anthology Network cite the other? Two texts, in bytes."""
+"""Retrieval: does one paper of the ACL Anthology Network cite the other? Two texts in bytes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,16 +21,17 @@ from experiments.lra.tasks.task import (
 FILES = dict(
     zip(SPLITS, (f"new_aan_pairs.{part}.tsv" for part in ("train", "eval", "test")), strict=True)
 )
-MAX_BYTES = 4000
+MAX_BYTES = 4000  # of a text; the rest is cut off
 HOW = "unpack lra_release.gz of google-research/long-range-arena"
-COLUMNS = 5  # label, two identifiers, two texts; no header, no quoting
+COLUMNS = 5  # label, two identifiers, two texts; without header and quotation marks
 
 
 class Retrieval(Task):
-    """tsv_data/new_aan_pairs.{train,eval,test}.tsv, read in place: only where each line begins is
-    held in memory.
+    """Reads tsv_data/new_aan_pairs.{train,eval,test}.tsv; only offsets of lines are in memory.
 
-    skip_corrupt: leave out (and count) lines that cannot be read, instead of stopping.
+    Args:
+        skip_corrupt: Whether lines that cannot be read are left out and counted. By default they
+            raise an error.
     """
 
     name = "retrieval"
@@ -45,14 +46,23 @@ class Retrieval(Task):
 
 
 class Pairs:
-    """The lines of one file, in any order; where they begin is stored beside the file."""
+    """The pairs of a file. The offsets of its lines are stored beside the file.
+
+    Args:
+        path: The file.
+        skip_corrupt: As in Retrieval.
+        how: How to get the file, for the error if it does not exist.
+
+    Raises:
+        MissingData: The file does not exist.
+    """
 
     def __init__(self, path: Path, skip_corrupt: bool = False, how: str = HOW):
         if not path.exists():
             raise MissingData(path, how)
         self.path, self.skip_corrupt = path, skip_corrupt
         facts = {"bytes": path.stat().st_size, "skip_corrupt": skip_corrupt}
-        # Number, begin and end of each line.
+        # (number of the line, offset of its begin, offset of its end) of each pair.
         self.lines = stored(path.with_name(f"{path.name}.index"), facts, self._index)["lines"]
 
     def __len__(self) -> int:
@@ -82,7 +92,11 @@ class Pairs:
 
 
 def read_pair(line: bytes) -> Sample:
-    """The two texts of a line, and its label. Raises ValueError saying what a line must be."""
+    """The two texts of a line, and its label.
+
+    Raises:
+        ValueError: The line is not a pair; the message says what a line must be.
+    """
     columns = line.rstrip(b"\n").split(b"\t")
     try:
         label, _, _, first, second = columns

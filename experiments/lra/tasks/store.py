@@ -1,4 +1,7 @@
-"""Data on disk with hashes: generated arrays, either complete or absent, and built files."""
+"""Data on disk with hashes: folders of generated arrays, and folders of files that were built.
+
+A folder of arrays gets its name when it is complete, so that an interrupted process leaves none.
+"""
 
 import hashlib
 import json
@@ -16,19 +19,27 @@ from numpy.typing import DTypeLike
 from experiments.files import write_json
 
 Arrays = dict[str, np.ndarray]
+# Allocates an array by name, shape and dtype.
 Allocate = Callable[[str, tuple[int, ...], DTypeLike], np.ndarray]
 MANIFEST = "manifest.json"
 HASHES = "sha256.json"
-UNFINISHED = ".unfinished-"
-ABANDONED = 24 * 3600  # seconds after which a draft is nobody's
+UNFINISHED = ".unfinished-"  # with which the name of a draft begins
+ABANDONED = 24 * 3600  # seconds after which the process that wrote a draft is taken to have ended
+REBUILD = "move the folder away and build it with python -m experiments.lra.data"
 
 
 def stored(folder: Path, facts: dict, generate: Callable[[Allocate], None]) -> Arrays:
-    """The arrays of `folder`, memory-mapped; generated first where it does not exist.
+    """The memory-mapped arrays of a folder, which are generated if it does not exist.
 
-    facts: what the arrays are generated from; generate(allocate): fills the arrays that
-    allocate(name, shape, dtype) makes on disk. Raises ValueError for a folder that was generated
-    from other facts, or whose files are not what was generated; names the file.
+    Args:
+        folder: The folder.
+        facts: What the arrays depend on, as JSON.
+        generate: Called with `allocate`; fills the arrays that allocate(name, shape, dtype)
+            returns.
+
+    Raises:
+        ValueError: The folder was generated from other facts, or a file of it has changed; the
+            message names it.
     """
     if not folder.exists():
         _write(folder, facts, generate)
@@ -66,20 +77,23 @@ def _loaded(folder: Path, name: str) -> np.ndarray:
 
 
 def write_hashes(folder: Path, patterns: Sequence[str]) -> None:
-    """Writes HASHES: what `check_hashes` finds the files of a built folder by.
+    """Writes HASHES, with which `check_hashes` compares the files of a folder.
 
     Args:
-        folder: Complete.
-        patterns: Of its files that loaders read.
+        folder: The complete folder.
+        patterns: Glob patterns of the files that loaders read.
     """
-    found = {str(path.relative_to(folder)): _sha256(path) for path in _matching(folder, patterns)}
-    write_json(folder / HASHES, {"patterns": list(patterns), "sha256": found})
+    hashes = {str(path.relative_to(folder)): _sha256(path) for path in _matching(folder, patterns)}
+    write_json(folder / HASHES, {"patterns": list(patterns), "sha256": hashes})
 
 
 def check_hashes(folder: Path) -> None:
-    """Raises ValueError naming the first file of a folder that is not as it was built.
+    """Checks that the files of a folder are those that were built.
 
-    A folder without HASHES was not built here and is taken as it is.
+    A folder without HASHES was not built by this package and is not checked.
+
+    Raises:
+        ValueError: A file is missing, new or changed; the message names it.
     """
     if not (folder / HASHES).exists():
         return
@@ -102,9 +116,6 @@ def check_hashes(folder: Path) -> None:
     _once(folder, files, verify_files)
 
 
-REBUILD = "move the folder away and build it with python -m experiments.lra.data"
-
-
 def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
     return sorted(path for pattern in patterns for path in folder.glob(pattern))
 
@@ -113,43 +124,46 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-# Folders that this process has verified, with the sizes and times of their files.
+# Folders that this process has verified, with (path, size, time) of their files.
 _verified: dict[Path, list[tuple]] = {}
 
 
 def _once(folder: Path, files: Sequence[Path], verify: Callable[[], None]) -> None:
-    """Verifies a folder unless its files are as they were when this process did so before."""
-    found = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    if _verified.get(folder) != found:
+    """Verifies a folder, unless this process has done so and its files are unchanged since."""
+    state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    if _verified.get(folder) != state:
         verify()
-        _verified[folder] = found
+        _verified[folder] = state
 
 
 def verify(folder: Path) -> None:
-    """Raises ValueError naming the first array whose content hash is not that of the manifest."""
+    """Checks the content hash of every array of a folder.
+
+    Raises:
+        ValueError: An array has changed since it was generated; the message names it.
+    """
     for name, expected in _manifest(folder)["sha256"].items():
         if content_hash(_loaded(folder, name)) != expected:
             raise ValueError(f"{folder / name}.npy is not what was generated: delete {folder}")
 
 
 def content_hash(array: np.ndarray) -> str:
-    """SHA-256 of an array's values in C order."""
+    """The SHA-256 of the values of an array in C order."""
     return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
 
 def _write(folder: Path, facts: dict, generate: Callable[[Allocate], None]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     for path in folder.parent.glob(f"{UNFINISHED}*"):
-        if time.time() - path.stat().st_mtime > ABANDONED:  # by a process that was killed
+        if time.time() - path.stat().st_mtime > ABANDONED:
             shutil.rmtree(path, ignore_errors=True)
-    # A folder takes its name only when it is complete, which an interrupted write never is.
     draft = Path(mkdtemp(prefix=UNFINISHED, dir=folder.parent))
     arrays: Arrays = {}
 
     def allocate(name: str, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
         path = draft / f"{name}.npy"
         arrays[name] = open_memmap(path, "w+", np.dtype(dtype), shape)
-        _take_space(path, folder)
+        _reserve(path, folder)
         return arrays[name]
 
     try:
@@ -160,15 +174,18 @@ def _write(folder: Path, facts: dict, generate: Callable[[Allocate], None]) -> N
             "sha256": {name: content_hash(array) for name, array in arrays.items()},
         }
         write_json(draft / MANIFEST, manifest)
-        _name(draft, folder)
+        _publish(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _take_space(path: Path, folder: Path) -> None:
-    """Gives a sparse file its blocks: where a disk is full, filling it would be a SIGBUS.
+def _reserve(path: Path, folder: Path) -> None:
+    """Allocates the disk space of a sparse file.
 
-    Raises OSError with the bytes that it needs.
+    Otherwise a write to its memory map would end the process by SIGBUS if the disk is full.
+
+    Raises:
+        OSError: The disk is full; the message has the bytes that are needed.
     """
     size = path.stat().st_size
     try:
@@ -179,9 +196,11 @@ def _take_space(path: Path, folder: Path) -> None:
         raise OSError(error.errno, f"{error.strerror}: {needed}") from error
 
 
-def _name(draft: Path, folder: Path) -> None:
-    """Gives a complete draft its name, unless another process was first: what that one generated
-    is then read, and checked against the facts, by both."""
+def _publish(draft: Path, folder: Path) -> None:
+    """Renames a complete draft, unless another process has generated the folder meanwhile.
+
+    Then both processes read that folder, and check that it has their facts.
+    """
     try:
         draft.rename(folder)
     except OSError:

@@ -1,4 +1,4 @@
-"""Random ids and labels with the shape of a task, to measure speed."""
+"""Random ids and labels with the shape of a task, for measurements of speed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,12 @@ from experiments.lra.tasks.task import SPLITS, Sample, Samples, Shape, Task
 
 
 class Synthetic(Task):
-    """Random samples in the shape of another task, every sequence at its full length."""
+    """Random samples with the shape of another task, whose sequences all have its full length.
+
+    Args:
+        like: The other task.
+        size: Number of samples of each split.
+    """
 
     def __init__(self, like: Task, size: int = 1024):
         self.name, self.shape, self.size = f"synthetic {like.name}", like.shape, size
@@ -21,6 +26,8 @@ class Synthetic(Task):
 
 @dataclass(frozen=True)
 class Noise:
+    """Random samples; `stream` determines the random numbers."""
+
     shape: Shape
     size: int
     stream: int

@@ -1,4 +1,4 @@
-"""The base of all tasks: their shape, their splits, and how samples form a batch."""
+"""The base class of all tasks, their samples, and batches of samples."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,18 +11,20 @@ import torch
 from torch import Tensor
 
 SPLITS = ("train", "validation", "test")
+BYTES = 257  # size of the vocabulary of text: padding, and all bytes
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model must know of a task.
+    """The sizes of a task that determine a model.
 
-    seq_len:    tokens that every sequence is padded to
-    vocabulary: ids are 0 to vocabulary - 1
-    classes:    labels are 0 to classes - 1
-    documents:  sequences in a sample
-    side:       rows and columns of the square image whose pixels are the tokens, or None for text;
-        the ids of pixels are their values, those of text leave 0 to padding
+    Attributes:
+        seq_len: Length in tokens to which every sequence is padded.
+        vocabulary: Number of ids, which are 0 to vocabulary - 1.
+        classes: Number of labels, which are 0 to classes - 1.
+        documents: Sequences of a sample.
+        side: Side in pixels of the square image whose pixels are the tokens, or None for text.
+            The id of a pixel is its value. In text the id 0 is padding.
     """
 
     seq_len: int
@@ -33,8 +35,13 @@ class Shape:
 
 
 class Sample(NamedTuple):
-    """documents: ids of each, integers (n,); label; trace: a class of each token, (n,), where the
-    task has them for training."""
+    """One sample of a task.
+
+    Attributes:
+        documents: The ids of each document, integers (n,).
+        label: The class of the sample.
+        trace: The class of each token, integers (n,), or None.
+    """
 
     documents: list[np.ndarray]
     label: int
@@ -57,16 +64,25 @@ class Task(ABC):
 
     @abstractmethod
     def splits(self, data_root: Path) -> Mapping[str, Samples]:
-        """train, validation and test; generated or indexed first where that is needed.
+        """The samples of train, validation and test, which are generated if the task does so.
 
-        Raises MissingData for a file that must be downloaded and is not there.
+        Args:
+            data_root: Folder of the data of all tasks.
+
+        Raises:
+            MissingData: A file that must be downloaded does not exist.
         """
 
 
 class Batch(NamedTuple):
-    """ids: int64 (batch, documents, seq_len), padded with 0; lengths: int64 (batch, documents), or
-    None where every sequence fills seq_len; labels: int64 (batch,); traces: int64
-    (batch, seq_len), the class of each token, or None."""
+    """Samples as tensors.
+
+    Attributes:
+        ids: int64 (batch, documents, seq_len), padded with 0.
+        lengths: int64 (batch, documents), in tokens, or None if no sequence is padded.
+        labels: int64 (batch,).
+        traces: The class of each token, int64 (batch, seq_len), or None.
+    """
 
     ids: Tensor
     lengths: Tensor | None
@@ -75,18 +91,24 @@ class Batch(NamedTuple):
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
+        """The arguments of a model."""
         return (self.ids,) if self.lengths is None else (self.ids, self.lengths)
 
 
 class MissingData(FileNotFoundError):
-    """A published file is not where it should be."""
+    """A published file does not exist.
+
+    Args:
+        path: Path of the file.
+        how: How to get it.
+    """
 
     def __init__(self, path: Path, how: str):
         super().__init__(f"{path} is missing: {how}, or set --data.data_root to where it is")
 
 
 def collate(shape: Shape, samples: Sequence[Sample]) -> Batch:
-    """Pads samples to the length of the task, and cuts off what goes beyond it."""
+    """The batch of samples, which are padded or cut to the length of the task."""
     ids = np.zeros((len(samples), shape.documents, shape.seq_len), np.int64)
     lengths = np.zeros((len(samples), shape.documents), np.int64)
     for n, sample in enumerate(samples):
@@ -96,22 +118,22 @@ def collate(shape: Shape, samples: Sequence[Sample]) -> Batch:
             lengths[n, d] = len(cut)
     labels = torch.tensor([sample.label for sample in samples])
     traces = [sample.trace for sample in samples if sample.trace is not None]
-    filled = bool((lengths == shape.seq_len).all()) and shape.side is not None
+    unpadded = bool((lengths == shape.seq_len).all()) and shape.side is not None
     return Batch(
         torch.from_numpy(ids),
-        None if filled else torch.from_numpy(lengths),
+        None if unpadded else torch.from_numpy(lengths),
         labels,
         torch.from_numpy(np.stack(traces)).long() if traces else None,
     )
 
 
 def in_memory(samples: Samples) -> bool:
-    """Whether samples are at hand, so that no process need be started to read them."""
+    """Whether samples are in memory, so that no process is needed to read them."""
     return getattr(samples, "in_memory", False)
 
 
 class Subset:
-    """The samples at chosen indices of others."""
+    """The samples with some indices."""
 
     def __init__(self, samples: Samples, indices: np.ndarray):
         self.samples, self.indices = samples, indices
@@ -125,8 +147,5 @@ class Subset:
 
 
 def bytes_to_ids(text: bytes) -> np.ndarray:
-    """Byte b becomes id b + 1."""
+    """The ids of a text: byte b has the id b + 1."""
     return np.frombuffer(text, np.uint8).astype(np.int16) + 1
-
-
-BYTES = 257

@@ -18,16 +18,21 @@ from experiments.lra.tasks.task import (
 
 FOLDER = "aclImdb"
 SENTIMENTS = ("neg", "pos")
-LENGTH = 4096
+LENGTH = 4096  # bytes of a review that are read in the task of the arena
 
 
 class Text(Task):
-    """aclImdb/{train,test}/{pos,neg}/*.txt.
+    """Reads aclImdb/{train,test}/{pos,neg}/*.txt.
 
-    validate_on_test: take the test set for validation and train on all of the training set, as the
-        arena's papers did; otherwise a tenth of the training set is held out.
-    length: bytes that are read of a review; others than the arena's 4,096 are for pre-training and
-        have another name.
+    Args:
+        validate_on_test: Whether the test set is also the validation set, and all of the training
+            set is used for training, as in papers on the arena. By default a tenth of the training
+            set is the validation set.
+        length: Bytes of a review that are read. With another length than LENGTH, which is for
+            pre-training, the task has another name.
+
+    Raises:
+        ValueError: `length` is less than 1.
     """
 
     def __init__(self, validate_on_test: bool = False, length: int = LENGTH):
@@ -53,7 +58,11 @@ class Text(Task):
 
 
 class Reviews:
-    """The reviews of a folder, in the order of their names."""
+    """The reviews of a folder, in the order of their names.
+
+    Raises:
+        MissingData: The folder has no reviews.
+    """
 
     def __init__(self, folder: Path):
         self.files = [

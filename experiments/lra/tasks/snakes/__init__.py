@@ -1,11 +1,11 @@
 """Pathfinder images: two contours of dashes among shorter ones, and two discs.
 
-One disc is at an end of a contour; the other is at the other end, or at an end of the other
+One disc is at an end of a contour. The other is at the other end, or at an end of the other
 contour.
 
-The algorithm and parameters are those of the published generator. What it draws repeatedly is
-drawn once here (stamps), and free pixels are computed only for candidates. `Rules` documents two
-properties of the release that its paper does not mention.
+The algorithm and its parameters are those of the published generator. Here segments and discs are
+drawn once, as stamps, and a pixel is tested for being free only if it is a candidate. `Rules`
+documents two properties of the released images that the papers do not mention.
 
 Reference:
     Linsley et al. 2018, Learning long-range spatial dependencies with horizontal gated recurrent

@@ -7,9 +7,20 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Parameters:
-    """Lengths in pixels. margins: one is drawn for each image. distractor_segments: of all
-    distractors of an image, as the arena's code describes them. target, distractor: contrasts
-    before the image is scaled to 0..255; discs have 1."""
+    """The parameters of an image size. Lengths are in pixels.
+
+    Attributes:
+        side: Side of the image.
+        padding: Width of the edge that contours leave free.
+        segment: Length of a segment.
+        thickness: Width of a segment.
+        margins: Distances between segments, of which one is drawn for each image.
+        seed_distance: Distance between the starts of the two contours.
+        disc_radius: Radius of a disc.
+        continuity: How strongly a contour prefers to be straight.
+        distractor_segments: Segments of all distractors of an image, in the code of the arena.
+        target, distractor: Contrasts of contours and distractors; that of discs is 1.
+    """
 
     side: int
     padding: int
@@ -30,39 +41,44 @@ PARAMETERS = {
     128: Parameters(128, 1, 5, 1.5, (2, 3), 20, 3.0, 1.8, 35, 0.9, 0.9),
     256: Parameters(256, 22, 5, 2.0, (3,), 27, 5.0, 1.8, 30, 1.0, 1.0),
 }
-# Segments of the marked contours.
-DIFFICULTIES = {"easy": 6, "intermediate": 9, "hard": 14}
-# Segments of a distractor of the baseline, by which the release divided for every difficulty.
-BASELINE_DISTRACTOR = 2
+DIFFICULTIES = {"easy": 6, "intermediate": 9, "hard": 14}  # segments of the marked contours
+BASELINE_DISTRACTOR = 2  # segments by which the release divides at every difficulty; see Rules
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Two rules of the generator; the defaults are those by which the arena's images were made.
+    """Two rules of the generator. The defaults are those of the released images.
 
     Attributes:
-        distractors: "release" asks for `distractor_segments / 2` distractors, whatever their
-            length: 10, 11, 18 and 15 in images of 32, 64, 128 and 256 pixels. The script of the
-            release (`snakes2_wrapper.py`) divides once, by the distractor length 2 of its
-            baseline, and its loop over longer contours changes lengths only; the metadata of the
-            release names distractors of 4.67 segments beside contours of 14. "described" asks for
-            `distractor_segments / length`: 5, 5, 8 and 7 for contours of 14 segments, as the
-            docstrings of the arena's loaders have it. "none" draws none: for statistics of the
-            discs, of which distractors say nothing.
-        directions: "release" gives a first segment only the directions that the border rule of
-            the release leaves: 30 of 360 degrees in images of 32 pixels, 95 in images of 64,
-            354 to 360 in larger ones. `find_available_coordinates` takes a negative minimum of
-            `cv2.dilate`, whose border is the lowest float, for "nothing is free": so it is where
-            the stamp, one pixel off its centre, does not reach into all four quadrants. It holds
-            for the first marked contour and for all distractors. "any" takes every direction: its
-            contours prefer none, and the places of the discs say less of the label.
+        distractors: The number of distractors.
+            "release" is `distractor_segments / 2` for every length of distractors: 10, 11, 18 and
+            15 in images of 32, 64, 128 and 256 pixels. The script of the release
+            (`snakes2_wrapper.py`) divides once, by the distractor length 2 of its baseline, and
+            its loop over longer contours changes only lengths. The metadata of the release names
+            distractors of 4.67 segments beside contours of 14.
+            "described" is `distractor_segments / length`, as in the docstrings of the loaders of
+            the arena: 5, 5, 8 and 7 for contours of 14 segments.
+            "none" draws no distractors, which is enough for statistics of the discs.
+        directions: The directions of a first segment.
+            "release" allows 30 of 360 degrees in images of 32 pixels, 95 in images of 64, and 354
+            to 360 in larger images. The function `find_available_coordinates` of the release takes
+            a negative minimum of `cv2.dilate`, whose border is the lowest float, for "no pixel is
+            free". The minimum is negative if the stamp, one pixel off its centre, does not reach
+            into all four quadrants. This applies to the first marked contour and to all
+            distractors.
+            "any" allows every direction. Then the coordinates of the discs tell less of the label.
     """
 
     distractors: Literal["release", "described", "none"] = "release"
     directions: Literal["release", "any"] = "release"
 
     def count(self, side: int, segments: int) -> int:
-        """Distractors that an image is to have; those that find no free place are left out."""
+        """The number of distractors of an image; those for which no pixels are free are left out.
+
+        Args:
+            side: Side of the image in pixels.
+            segments: Segments of the marked contours.
+        """
         if self.distractors == "none":
             return 0
         total = PARAMETERS[side].distractor_segments
@@ -75,5 +91,5 @@ RELEASE = Rules()
 
 
 def distractor_length(segments: int) -> int:
-    """Segments of a distractor beside marked contours of so many segments."""
+    """The number of segments of a distractor, from that of the marked contours."""
     return segments // 3

@@ -10,17 +10,18 @@ from scipy.ndimage import grey_dilation
 
 from experiments.lra.tasks.snakes.rules import PARAMETERS, RELEASE, Parameters, Rules
 
-ANTIALIAS = 2
-OVERLAP = 1.8  # occupancies of two segments may add up to less than this
-CORE = 0.79  # a pixel that is less occupied than this never adds up to OVERLAP: none has over 1
+ANTIALIAS = 2  # stamps are drawn so many times as large, and then reduced
+OVERLAP = 1.8  # the sum of the occupancies of a pixel by two segments is below this
+CORE = 0.79  # a pixel with less occupancy cannot reach OVERLAP, because the other has at most 1
 
 
 class Lists(NamedTuple):
-    """A list of numbered things, with a value each, for each of several keys.
+    """Lists of (number, value), one for each key, in CSR form.
 
-    starts: int64 (keys + 1,): where the list of a key starts, and where the last one ends
-    numbers: int64 (all,)
-    values: float32 (all,)
+    Attributes:
+        starts: int64 (keys + 1,); the list of a key is from starts[key] to starts[key + 1].
+        numbers: int64 (n,), of all lists.
+        values: float32 (n,), of all lists.
     """
 
     starts: np.ndarray
@@ -29,28 +30,31 @@ class Lists(NamedTuple):
 
 
 class Stamps(NamedTuple):
-    """Everything drawn beforehand for one size and margin.
+    """What is drawn once for an image size and margin.
 
-    Images are flat arrays with a frame around them, which stays free and is as wide as any stamp
-    reaches: no pixel of a stamp need be compared with the border. A stamp is a list of pixels, as
-    steps in such an array from the one it is centred on. Stamps of segments are first those of
-    whole degrees, then one per candidate, which runs from the candidate back.
+    An image is a flat array with a frame, which stays free. The frame is as wide as any stamp
+    extends, so pixels of stamps are not compared with the border. A stamp is a list of pixels, as
+    differences of indices from the pixel on which it is centred. The stamps of segments are those
+    of 360 degrees, followed by one for each candidate, which points from the candidate back.
 
-    width:        of a row, with its frame
-    origin:       number of the pixel in row 0 and column 0 of the image
-    inside:       bool (width^2,): pixels of the image, not of the frame
-    lines:        pixels of a segment, and how bright they are
-    occupied:     pixels that a segment occupies, and how much
-    core:         of these, those that can add up to OVERLAP with another segment
-    solid:        of these, those occupied fully, which a first segment needs free; they lie one
-        pixel further, as in the published generator
-    box:          int64 (360, 2, 2): lowest and highest row and column of fully occupied pixels
-    directions:   bool (360,): degrees, from -180 on, that a first segment may have
-    circle:       int64 (candidates, 2): pixels around a pivot where the next segment may end
-    strides:      int64 (360 + candidates, 2): from the pivot of a segment to that of the next
-    turns:        candidates that go on from a segment, and the weights of these turns
-    near:         int64 (n,): the pixels of a disc as large as the margin
-    disc:         pixels of a marker, and how bright they are
+    Attributes:
+        side, padding, segment, seed_distance, target, distractor: As in Parameters.
+        margin: The margin.
+        width: Length of a row with its frame.
+        origin: Index of the pixel in row 0 and column 0 of the image.
+        inside: bool (width^2,), the pixels of the image without the frame.
+        lines: Pixels of a segment and their brightness.
+        occupied: Pixels that a segment occupies and their occupancy, from 0 to 1.
+        core: Those of `occupied` that can reach OVERLAP with another segment.
+        solid: Those of `occupied` with occupancy 1, which must be free for a first segment. They
+            are shifted by one pixel, as in the published generator.
+        box: int64 (360, 2, 2), least and greatest row and column of the pixels of occupancy 1.
+        directions: bool (360,), whether a first segment may have a direction; from -180 degrees.
+        circle: int64 (candidates, 2), pixels around a pivot where the next segment may end.
+        strides: int64 (360 + candidates, 2), from the pivot of a segment to that of the next.
+        turns: Candidates that may follow a segment, and their weights.
+        near: int64 (n,), pixels of a disc whose radius is the margin.
+        disc: Pixels of a marker and their brightness.
     """
 
     side: int
@@ -78,7 +82,15 @@ class Stamps(NamedTuple):
 
 @lru_cache
 def stamps(side: int, rules: Rules = RELEASE) -> tuple[Stamps, ...]:
-    """The stamps of an image size, for each of its margins. Raises ValueError for other sizes."""
+    """The stamps of an image size, for each of its margins.
+
+    Args:
+        side: Side of the image in pixels.
+        rules: Rules of the generator.
+
+    Raises:
+        ValueError: There are no parameters for this size.
+    """
     if side not in PARAMETERS:
         raise ValueError(f"side must be one of {sorted(PARAMETERS)} pixels, got {side}")
     parameters = PARAMETERS[side]
@@ -111,7 +123,7 @@ def _stamps(p: Parameters, margin: int, rules: Rules) -> Stamps:
         lines=_steps(lines, lines > 0, width),
         occupied=_steps(masks, masks > 0, width),
         core=_steps(masks, masks >= CORE, width),
-        solid=_steps(masks[:360], masks[:360] == 1, width, further=1),
+        solid=_steps(masks[:360], masks[:360] == 1, width, shift=1),
         box=np.stack([_solid_box(mask) for mask in masks[:360]]),
         directions=np.array(
             [rules.directions == "any" or _reaches_all_quadrants(mask) for mask in masks[:360]]
@@ -124,26 +136,37 @@ def _stamps(p: Parameters, margin: int, rules: Rules) -> Stamps:
     )
 
 
-def _steps(drawn: np.ndarray, chosen: np.ndarray, width: int, further: int = 0) -> Lists:
-    """Chosen pixels of drawings (n, rows, columns), as steps from the middle of each."""
-    rows, columns = (np.arange(size) - size // 2 + further for size in drawn.shape[1:])
+def _steps(drawn: np.ndarray, chosen: np.ndarray, width: int, shift: int = 0) -> Lists:
+    """Chosen pixels of drawings (n, rows, columns), as differences of indices from the centre.
+
+    Args:
+        drawn: Brightness or occupancy of each pixel.
+        chosen: bool (n, rows, columns), which pixels are listed.
+        width: Length of a row of the image with its frame.
+        shift: Rows and columns that are added.
+    """
+    rows, columns = (np.arange(size) - size // 2 + shift for size in drawn.shape[1:])
     steps = (rows[:, None] * width + columns).reshape(-1)
     return _lists(drawn.reshape(len(drawn), -1), chosen.reshape(len(drawn), -1), steps)
 
 
 def _lists(values: np.ndarray, chosen: np.ndarray, numbers: np.ndarray) -> Lists:
-    """Of each row of values (keys, n) those that are chosen, and their numbers (n,)."""
+    """The chosen values (keys, n) of each key, with their numbers (n,)."""
     starts = np.concatenate([[0], np.cumsum(chosen.sum(1))])
     return Lists(starts, numbers[np.nonzero(chosen)[1]], values[chosen].astype(np.float32))
 
 
 def _moved(distance: int, angle: float) -> tuple[int, int]:
-    """Rows and columns to a point in a direction, rounded up."""
-    far = 1000  # rounds as the sum with a coordinate does, which swallows errors of sin and cos
-    return ceil(far + distance * sin(angle)) - far, ceil(far + distance * cos(angle)) - far
+    """(rows, columns) to the point at a distance in a direction, rounded up."""
+    # Rounded after the sum with a coordinate, as in the published generator: the sum removes the
+    # rounding errors of sin and cos.
+    coordinate = 1000
+    rows = ceil(coordinate + distance * sin(angle)) - coordinate
+    return rows, ceil(coordinate + distance * cos(angle)) - coordinate
 
 
 def _straightness(turn: np.ndarray, continuity: float) -> np.ndarray:
+    """The weights of turns, in radians."""
     turn = np.abs(turn)
     turn = np.minimum(np.minimum(turn, 2 * pi - turn) * continuity, pi / 2)
     weight = np.cos(turn) ** 2
@@ -151,15 +174,15 @@ def _straightness(turn: np.ndarray, continuity: float) -> np.ndarray:
 
 
 def _circle(radius: int) -> np.ndarray:
-    """The different pixels (row, column) met in steps of one pixel along a circle."""
+    """The distinct pixels (row, column) at steps of one pixel along a circle."""
     theta = np.arange(0, 2 * pi, 1 / radius)
-    far = 1000.0  # rounds as the sum with a coordinate does, which swallows errors of sin and cos
-    points = np.stack([far + radius * np.sin(theta), far + radius * np.cos(theta)], axis=1)
-    return np.unique(points.astype(np.int64), axis=0) - int(far)
+    coordinate = 1000  # see _moved
+    rows, columns = coordinate + radius * np.sin(theta), coordinate + radius * np.cos(theta)
+    return np.unique(np.stack([rows, columns], axis=1).astype(np.int64), axis=0) - coordinate
 
 
 def _segment(p: Parameters, margin: int, angle: float) -> tuple[np.ndarray, np.ndarray]:
-    """The line of one segment and the pixels that it occupies, in 0..1."""
+    """The brightness and the occupancy of the pixels of a segment, from 0 to 1."""
     reach = p.segment + ceil(p.thickness) + margin
     centre = reach * ANTIALIAS
     end_row = ceil(centre + p.segment * ANTIALIAS * sin(angle))
@@ -189,14 +212,14 @@ def _solid_box(mask: np.ndarray) -> np.ndarray:
 
 
 def _reaches_all_quadrants(mask: np.ndarray) -> bool:
-    """Whether fully occupied pixels, one pixel off the centre, lie in each closed quadrant."""
+    """Whether each closed quadrant has pixels of occupancy 1, after a shift by one pixel."""
     row, column = (np.argwhere(mask == 1) - mask.shape[0] // 2 + 1).T
     signs = ((1, 1), (1, -1), (-1, 1), (-1, -1))
     return all(((a * row >= 0) & (b * column >= 0)).any() for a, b in signs)
 
 
 def _marker(radius: float) -> np.ndarray:
-    half = ceil(radius) + 3  # wide enough for the ringing of the resampling
+    half = ceil(radius) + 3  # with space for the ringing of the resampling filter
     row, column = np.ogrid[
         -half * ANTIALIAS : (half + 1) * ANTIALIAS, -half * ANTIALIAS : (half + 1) * ANTIALIAS
     ]
