@@ -409,9 +409,10 @@ def to_torch(mask: BlockMask, layout: torch.layout = torch.sparse_bsr) -> Tensor
         make = torch.sparse_csr_tensor
     else:
         raise ValueError(f"layout must be torch.sparse_bsr or torch.sparse_csr, got {layout}")
-    crow, column, values = (torch.from_numpy(part) for part in parts)
-    indices = (crow.long(), column.long())
-    return make(*indices, values, size=shape, device=mask.device, check_invariants=True)
+    # Copies: of no elements numpy has an array of stride 0, which torch 2.11 refuses.
+    crow, column = (torch.tensor(part, dtype=torch.int64) for part in parts[:2])
+    values = torch.from_numpy(parts[2])
+    return make(crow, column, values, size=shape, device=mask.device, check_invariants=True)
 
 
 def from_torch(matrix: Tensor, block_size: int | tuple[int, int] = 128) -> BlockMask:

@@ -364,7 +364,7 @@ def test_derivatives_that_score_tensors_do_not_have():
         grad.sum().backward()
     by_hand = sparseflash.ScoreFunction("by hand", SLOPES.torch, None, SLOPES.tensors)
     with pytest.raises(ValueError, match=r"score_tensors\[0\] must not require a gradient: "):
-        sparseflash.attention(query, query, query, score=by_hand, score_tensors=[slopes])
+        sparseflash.attention(*[query.cpu()] * 3, score=by_hand, score_tensors=[slopes.cpu()])
 
 
 def test_tensors_that_change_before_the_backward_pass_are_an_error():

@@ -20,6 +20,7 @@ from sparseflash.backends import hopper, triton
 from sparseflash.backends.hopper import configs
 from sparseflash.backends.hopper import launch as hopper_launch
 from sparseflash.backends.hopper import passes as hopper_passes
+from sparseflash.backends.triton import configs as triton_configs
 from sparseflash.backends.triton import launch as triton_launch
 from sparseflash.backends.triton_common import launcher, relaunch
 from sparseflash.backends.triton_common.relaunch import Launched
@@ -164,6 +165,8 @@ def launches(monkeypatch):
     )
     monkeypatch.setattr(relaunch, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(hopper_launch, "multiprocessors", lambda device: 10)
+    # As without a GPU: the tensors are on the CPU, whose properties no driver knows.
+    monkeypatch.setattr(triton_configs, "interpreted", lambda: True)
     for module in (hopper_launch, triton_launch):
         monkeypatch.setattr(module, "try_relaunch", launches.try_relaunch)
         monkeypatch.setattr(module, "launch_and_store", launches.launch_and_store)
