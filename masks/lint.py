@@ -18,6 +18,7 @@ MAX_IMBALANCE = 4.0  # blocks in the longest row over the mean
 MULTIPROCESSORS = 132  # of an H100 or H200
 MIN_USEFUL_SHARE = 0.5  # attended pairs over computed ones
 LARGE_BIT_TILES = 4 << 20  # bytes: as many as K and V of 8192 tokens of 128 dims in bfloat16
+SHOWN_RANGES = 4  # of the layers, heads or tokens of a finding
 
 
 @dataclass(frozen=True)
@@ -282,9 +283,9 @@ def _token_list(chosen: Tensor) -> str:
     return _ranges_text(torch.where(chosen)[0].tolist())
 
 
-def _ranges_text(numbers: Sequence[int], most: int = 4) -> str:
-    """0-3, 7, ...: the first few ranges of consecutive numbers."""
+def _ranges_text(numbers: Sequence[int]) -> str:
+    """0-3, 7, ...: the first SHOWN_RANGES ranges of consecutive numbers."""
     groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     ranges = [[number for _, number in group] for _, group in groups]
-    shown = [f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in ranges[:most]]
-    return ", ".join([*shown, "..."] if len(ranges) > most else shown)
+    shown = [f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in ranges[:SHOWN_RANGES]]
+    return ", ".join([*shown, "..."] if len(ranges) > SHOWN_RANGES else shown)

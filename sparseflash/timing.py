@@ -105,11 +105,9 @@ def rested_turns(
     return {name: [of[name] for of in rounds] for name in planned}
 
 
-def median_ms(
-    runs: Mapping[str, Run], device: torch.device, seconds: float, least_rounds: int = 2
-) -> dict[str, float]:
+def median_ms(runs: Mapping[str, Run], device: torch.device, seconds: float) -> dict[str, float]:
     """The median rested time of each function, in milliseconds; arguments as in rested_turns."""
-    times = rested_turns(runs, device, seconds, least_rounds)
+    times = rested_turns(runs, device, seconds, least_rounds=2)
     return {name: median(turn.called for turn in rounds) for name, rounds in times.items()}
 
 
