@@ -275,13 +275,13 @@ def attend_cudnn_flex(problem: Problem) -> Attend:
 
 
 @contextmanager
-def refusals(who: str) -> Iterator[None]:
+def refusals(library: str) -> Iterator[None]:
     """Turns errors of a library into a BaselineError of one line."""
     try:
         yield
     except REFUSALS as error:
         reason = " ".join(f"{error}".split()) or type(error).__name__
-        raise BaselineError(f"{who}: {reason}") from error
+        raise BaselineError(f"{library}: {reason}") from error
 
 
 def attend_flex(block_mask: flex.BlockMask | None) -> Attend:

@@ -111,11 +111,11 @@ def build(source: Path, folder: Path, most_bytes: int | None = None) -> dict:
     """
     texts = {path: text for path in files_of(source) if (text := text_of(path.read_bytes()))}
     copies = copies_among(texts)
-    kept = chosen([path for path in texts if path not in copies], texts, most_bytes)
+    selected = chosen([path for path in texts if path not in copies], texts, most_bytes)
     books: dict[str, dict] = {}
     parts: dict[str, list[bytes]] = {split: [] for split in SPLITS}
     sizes = dict.fromkeys(SPLITS, 0)
-    for path in kept:
+    for path in selected:
         digest = hashlib.sha256(texts[path]).hexdigest()
         place = int(digest, 16) % EVALUATED
         split = SPLITS[place + 1] if place < 2 else SPLITS[0]
@@ -170,12 +170,12 @@ def chosen(paths: list[Path], texts: Mapping[Path, bytes], most_bytes: int | Non
     sizes, number = Counter(), Counter(path.parent for path in paths)
     for path in paths:
         sizes[path.parent] += len(texts[path])
-    kept, total = set(), 0
+    selected, total = set(), 0
     for author in sorted(number, key=lambda author: (-number[author], author)):
         if total + sizes[author] <= most_bytes:
-            kept.add(author)
+            selected.add(author)
             total += sizes[author]
-    return [path for path in paths if path.parent in kept]
+    return [path for path in paths if path.parent in selected]
 
 
 def copies_among(texts: Mapping[Path, bytes]) -> dict[Path, float]:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from experiments.long_context.choices import Settings
 from experiments.long_context.training import CLIP, Recipe
 
-WHOLE = "meta.pt"  # a file of a sharded checkpoint
+METADATA = "meta.pt"  # the file of a sharded checkpoint that is written last
 
 
 class Batches(IterableDataset):
@@ -96,8 +96,7 @@ def fit(settings: Settings, folder: Path, device: torch.device) -> list[float]:
         default_root_dir=folder,
     )
     learner = Learner(settings, device)
-    # Lightning writes WHOLE last.
-    found = [path.parent for path in folder.glob(f"step=*.ckpt/{WHOLE}")]
+    found = [path.parent for path in folder.glob(f"step=*.ckpt/{METADATA}")]
     last = max(found, key=lambda path: int(path.stem.removeprefix("step=")), default=None)
     trainer.fit(learner, ckpt_path=last)
     if learner.found and trainer.global_step % settings.save_every:

@@ -77,8 +77,8 @@ def measure(
             }
             record["floors"][str(length)] = found
             write_json(output, record)
-            told = (f"{name} {100 * each['accuracy']:.1f} %" for name, each in found.items())
-            show(f"{length:,} bytes: {', '.join(told)}")
+            accuracies = (f"{name} {100 * each['accuracy']:.1f} %" for name, each in found.items())
+            show(f"{length:,} bytes: {', '.join(accuracies)}")
     return record
 
 

@@ -72,9 +72,9 @@ def table_of(record: dict) -> Table:
     table = Table("bytes", "encoder", "word counts", "byte counts", title=record["name"])
     for length, group in record["lengths"].items():
         floors = record["floors"][length]
-        told = (
+        accuracies = (
             f"{100 * floors[name]['accuracy']:.1f} %" if name in floors else ""
             for name in ("words", "bytes")
         )
-        table.add_row(f"{int(length):,}", in_words(group), *told)
+        table.add_row(f"{int(length):,}", in_words(group), *accuracies)
     return table

@@ -92,10 +92,10 @@ def pathfinder_floors(task: Pathfinder, samples: int) -> dict[str, float]:
     centred = (discs / (task.side - 1) - 0.5).flatten(1)
     # The order of the discs in an image is unknown.
     plain = torch.stack([centred, centred[:, (2, 3, 0, 1)]])
-    turned = torch.stack(symmetries(centred))
+    rotated = torch.stack(symmetries(centred))
     return {
         "distance of the discs": _network_accuracy(_apart(plain), labels),
-        "coordinates of the discs, turned and mirrored": _coordinates_accuracy(turned, labels),
+        "coordinates of the discs, turned and mirrored": _coordinates_accuracy(rotated, labels),
         "coordinates of the discs": _coordinates_accuracy(plain, labels),
     }
 

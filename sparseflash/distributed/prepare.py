@@ -179,8 +179,8 @@ def prepare(
     # In a call for a group of heads, heads are numbered from 0. So dropout and score functions of
     # the head need all heads in one call.
     of_head = isinstance(checked.score, str) and find_score_function(checked.score).of_head
-    alone = checked.dropout_p > 0 or of_head
-    groups = 1 if alone else plan.head_groups(key.shape[1])
+    one_call = checked.dropout_p > 0 or of_head
+    groups = 1 if one_call else plan.head_groups(key.shape[1])
     own_mask = plan.mask if mask is None else mask
     facts = CallFacts.of(own_mask, key_lengths is not None, bias, False, score_tensors)
     prepared = Prepared(
