@@ -155,9 +155,9 @@ def load_block_list(keys, values, key_pipeline, value_pipeline, params, batch, k
     for i in range(start, start + count):
         next_block = gl.load(index + i + 1)
         for tile in gl.static_range(params.block // TILE_N):
-            token = block * params.block + tile * TILE_N
-            producer_load(key_pipeline, keys, batch, kv_head, token, state)
-            producer_load(value_pipeline, values, batch, kv_head, token, state)
+            key_start = block * params.block + tile * TILE_N
+            producer_load(key_pipeline, keys, batch, kv_head, key_start, state)
+            producer_load(value_pipeline, values, batch, kv_head, key_start, state)
             state = advance(state, STAGES)
         block = next_block
     return state

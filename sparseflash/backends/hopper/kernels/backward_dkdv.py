@@ -189,11 +189,11 @@ def load_key_value_row(keys, values, key_pipeline, value_pipeline, LOAD_VALUES: 
     """Loads K and, if LOAD_VALUES, V of a block row of keys."""
     WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
     for warpgroup in gl.static_range(WARPGROUPS):
-        token = row * params.block + warpgroup * WARPGROUP_M
+        key_start = row * params.block + warpgroup * WARPGROUP_M
         buffer_state = warpgroup_state(state, WARPGROUPS, warpgroup)
-        producer_load(key_pipeline, keys, batch, kv_head, token, buffer_state)
+        producer_load(key_pipeline, keys, batch, kv_head, key_start, buffer_state)
         if LOAD_VALUES:
-            producer_load(value_pipeline, values, batch, kv_head, token, buffer_state)
+            producer_load(value_pipeline, values, batch, kv_head, key_start, buffer_state)
 
 
 @gluon.jit
@@ -206,7 +206,7 @@ def load_query_tiles(queries, grad_outs, lse_delta, query_pipeline, grad_out_pip
     for i in range(start, start + count):
         next_block = gl.load(index + i + 1)
         for tile in gl.static_range(params.block // WARPGROUP_M):
-            token = block * params.block + tile * WARPGROUP_M
+            query_start = block * params.block + tile * WARPGROUP_M
             # Q, LSE and delta share a stage and its full barrier, which expects the bytes of all.
             full_barrier = query_pipeline.full_barriers.index(state.stage)
             producer_acquire(query_pipeline, state)
@@ -214,13 +214,13 @@ def load_query_tiles(queries, grad_outs, lse_delta, query_pipeline, grad_out_pip
                 full_barrier, queries.block_type.nbytes + 2 * lse_delta.block_type.nbytes
             )
             query_tile = query_pipeline.buffers.index(state.stage)
-            tma_load(queries, [batch, head, token, 0], full_barrier, query_tile)
+            tma_load(queries, [batch, head, query_start, 0], full_barrier, query_tile)
             lse_tile = lse_delta_buffers.index(2 * state.stage)
-            tma_load(lse_delta, [lse_row, token], full_barrier, lse_tile)
+            tma_load(lse_delta, [lse_row, query_start], full_barrier, lse_tile)
             delta_row = lse_row + 1
             delta_tile = lse_delta_buffers.index(2 * state.stage + 1)
-            tma_load(lse_delta, [delta_row, token], full_barrier, delta_tile)
-            producer_load(grad_out_pipeline, grad_outs, batch, head, token, state)
+            tma_load(lse_delta, [delta_row, query_start], full_barrier, delta_tile)
+            producer_load(grad_out_pipeline, grad_outs, batch, head, query_start, state)
             state = advance(state, STAGES)
         block = next_block
     return state

@@ -184,10 +184,10 @@ def producer(queries, grad_outs, outs, keys, values, pipelines, params,
         state = advance(state, STAGES)
         # In the order in which consumers release the buffers of the work tile before.
         for warpgroup in gl.static_range(WARPGROUPS):
-            token = row * params.block + warpgroup * WARPGROUP_M
+            query_start = row * params.block + warpgroup * WARPGROUP_M
             buffer_state = PipelineState(warpgroup, query_phase)
-            producer_load(grad_out_pipeline, grad_outs, batch, head, token, buffer_state)
-            producer_load(query_pipeline, queries, batch, head, token, buffer_state)
+            producer_load(grad_out_pipeline, grad_outs, batch, head, query_start, buffer_state)
+            producer_load(query_pipeline, queries, batch, head, query_start, buffer_state)
         query_phase = query_phase ^ 1
         state = load_key_value_tiles(
             keys, values, key_pipeline, value_pipeline, params, batch, head // QHEADS_PER_KVHEAD,

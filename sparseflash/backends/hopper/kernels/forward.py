@@ -210,9 +210,9 @@ def producer(queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD: gl.con
         blocks = key_blocks_of_row(params, batch, head, row)
         work_state = publish_work(params, WorkTile(batch, head, row, blocks), work_state)
         for warpgroup in gl.static_range(WARPGROUPS):
-            token = row * params.block + warpgroup * WARPGROUP_M
+            query_start = row * params.block + warpgroup * WARPGROUP_M
             buffer_state = warpgroup_state(query_state, WARPGROUPS, warpgroup)
-            producer_load(query_pipeline, queries, batch, head, token, buffer_state)
+            producer_load(query_pipeline, queries, batch, head, query_start, buffer_state)
         query_state = advance(query_state, QUERY_STAGES)
         state = load_key_value_tiles(
             keys, values, key_pipeline, value_pipeline, params, batch, head // QHEADS_PER_KVHEAD,
