@@ -27,6 +27,12 @@ class Task(StrEnum):
     COPY, RETRIEVAL, TEXT = "copy", "retrieval", "text"
 
 
+class Precision(StrEnum):
+    """The dtypes of training. Mixed: bfloat16, but float32 for parameters, angles and sums."""
+
+    MIXED, SINGLE, DOUBLE = "mixed", "single", "double"
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of a training run; see `train`."""
@@ -47,7 +53,7 @@ class Settings:
     lr: float = 1e-3
     warm_up: int = 10
     recompute: bool = True
-    double: bool = False
+    precision: Precision = Precision.MIXED
     seed: int = 0
     save_every: int = 50
 

@@ -17,7 +17,7 @@ import typer
 
 from experiments.cli import needs_extra
 from experiments.instruments import command
-from experiments.long_context.choices import Settings, Task
+from experiments.long_context.choices import Precision, Settings, Task
 
 
 def main(
@@ -46,6 +46,7 @@ def main(
     recompute: Annotated[
         bool, typer.Option(help="Recompute activations in the backward pass.")
     ] = True,
+    precision: Precision = Precision.MIXED,
     seed: int = 0,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
     lightning: Annotated[

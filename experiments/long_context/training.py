@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from experiments.long_context.choices import Settings
+from experiments.long_context.choices import Precision, Settings
 from experiments.long_context.corpus import IGNORED, VOCABULARY, Corpus, read_text
 from experiments.long_context.model import LanguageModel
 from masks._parse import parse
@@ -53,11 +53,15 @@ class Recipe:
         torch.manual_seed(s.seed)  # every rank starts from the same weights
         sizes = (s.layers, s.width, s.heads, s.kv_heads)
         model = LanguageModel(VOCABULARY, *sizes, recompute=s.recompute)
-        model = model.to(self.device, torch.float64 if s.double else torch.float32)
+        model = model.to(
+            self.device, torch.float64 if s.precision is Precision.DOUBLE else torch.float32
+        )
         every = init_device_mesh(self.device.type, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy()
-        if self.device.type == "cuda" and not s.double:
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        if s.precision is Precision.MIXED:
+            # Inputs are not cast: the angles of far positions need float32, and torch before 2.13
+            # does not cast them again where it recomputes a layer.
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         for layer in model.layers:
             fully_shard(layer, mesh=every, mp_policy=policy)
         fully_shard(model, mesh=every, mp_policy=policy)

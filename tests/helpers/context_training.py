@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.long_context.choices import Settings
+from experiments.long_context.choices import Precision, Settings
 from experiments.long_context.training import Training
 
 SETTINGS = Settings(
@@ -15,7 +15,7 @@ SETTINGS = Settings(
     batch=2,
     steps=4,
     warm_up=2,
-    double=True,
+    precision=Precision.DOUBLE,
     save_every=2,
 )
 

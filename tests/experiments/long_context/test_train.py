@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from experiments.long_context.choices import Settings
+from experiments.long_context import model
+from experiments.long_context.choices import Precision, Settings
 from experiments.long_context.corpus import Task
 from experiments.long_context.training import Training
 from tests.helpers.context_training import SETTINGS, train
@@ -77,9 +78,27 @@ def test_losses_are_those_of_one_process(
 
 
 def test_single_precision_trains_too(one_process, two_ranks, tmp_path):
-    settings = replace(SETTINGS, context=2, double=False)
+    settings = replace(SETTINGS, context=2, precision=Precision.SINGLE)
     for losses in two_ranks.run(train, settings, tmp_path / "run"):
         assert losses == pytest.approx(one_process[Task.COPY], rel=1e-3)
+
+
+def angles(rank: int, settings: Settings, folder: Path) -> tuple[list[float], set[torch.dtype]]:
+    """The losses, and the dtypes of the angles that layers have."""
+    with mock.patch.object(model, "rotate", wraps=model.rotate) as rotate:
+        losses = train(rank, settings, folder)
+    return losses, {call.args[1].dtype for call in rotate.call_args_list}
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_mixed_precision_has_angles_of_single_precision(
+    one_process, two_ranks, tmp_path, recompute
+):
+    """Those of far positions would be wrong in bfloat16, and must be the same if recomputed."""
+    settings = replace(SETTINGS, context=2, precision=Precision.MIXED, recompute=recompute)
+    for losses, dtypes in two_ranks.run(angles, settings, tmp_path / "run"):
+        assert losses == pytest.approx(one_process[Task.COPY], rel=2e-2)
+        assert dtypes == {torch.float32}
 
 
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(one_process, two_ranks, tmp_path):
