@@ -15,7 +15,13 @@ from torch import Tensor
 
 from masks._core import block_set, convert, reblock, slicing
 from masks._core.block_set import EMPTY, BlockSet
-from masks._core.grid import Grid, OnGrid, canonical_device, checked_block_size
+from masks._core.grid import (
+    TABLE_SIDES,
+    Grid,
+    OnGrid,
+    canonical_device,
+    checked_block_size,
+)
 from masks._core.transpose import transpose
 from masks.arguments import check_dtype, check_floating, check_index, check_integer
 from masks.lookup_table import LookupTable, compile_selected, compile_table
@@ -216,7 +222,8 @@ class BlockMask(OnGrid, Caching, Handled):
             The table.
         """
         device = self.device if device is None else canonical_device(device)
-        key = (device, self.block_size if block_size is None else checked_block_size(block_size))
+        block_size = self.block_size if block_size is None else block_size
+        key = (device, checked_block_size(block_size, TABLE_SIDES))
         if key not in self.tables:
             self.tables[key] = compile_table(reblock.reblock(self.block_set, key[1])).to(device)
         return self.tables[key]
@@ -226,16 +233,17 @@ class BlockMask(OnGrid, Caching, Handled):
 
         coverage = area of the blocks of this mask / area of the larger blocks that contain any
 
-        It is cached for each block size.
+        If the sides of neither divide those of the other, the non-zero parts that both consist of
+        are counted. It is cached for each block size.
 
         Args:
             block_size: Size of the larger blocks in tokens, one number or (bq, bk).
 
         Returns:
-            A number from 0 to 1; 1 if the blocks of this mask are at least as large.
+            A number from 0 to 1; 1 if `block_size` divides that of this mask.
         """
-        block_size = checked_block_size(block_size)
-        if self.grid.bq >= block_size[0] and self.grid.bk >= block_size[1]:
+        block_size = checked_block_size(block_size, TABLE_SIDES)
+        if self.grid.bq % block_size[0] == 0 and self.grid.bk % block_size[1] == 0:
             return 1.0
         if ("coverage", block_size) not in self.tables:
             self.tables["coverage", block_size] = reblock.coverage(self.block_set, block_size)
@@ -319,7 +327,7 @@ class BlockMask(OnGrid, Caching, Handled):
         Returns:
             A mask in which the same pairs attend.
         """
-        return BlockMask(reblock.reblock(self.block_set, block_size))
+        return BlockMask(reblock.reblock(self.block_set, checked_block_size(block_size)))
 
     def select(self, blocks: Tensor, scores: Tensor | None = None) -> "DynamicMask":
         """Selects the blocks of this mask where `blocks` is true.
@@ -638,7 +646,8 @@ class DynamicMask(OnGrid, Caching):
 
     def coverage(self, block_size: Size) -> float | None:
         """See BlockMask.coverage; None for another block size, as the host does not know it."""
-        return 1.0 if checked_block_size(block_size) == self.block_size else None
+        same = checked_block_size(block_size, TABLE_SIDES) == self.block_size
+        return 1.0 if same else None
 
     @cached_property
     def density(self) -> float:

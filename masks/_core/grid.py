@@ -10,6 +10,7 @@ from masks._core.intervals import Runs
 from masks.arguments import check_integer
 
 BLOCK_SIDES = (16, 32, 64, 128, 256, 512)
+TABLE_SIDES = (*BLOCK_SIDES, 192)  # of tables: tiles of kernels
 MAX_TOKENS = 2**31 - 1  # kernels number tokens in 32 bits
 
 
@@ -196,11 +197,11 @@ def checked_seq_len(seq_len) -> tuple[int, int]:
     return q_len, k_len
 
 
-def checked_block_size(block_size) -> tuple[int, int]:
+def checked_block_size(block_size, sides=BLOCK_SIDES) -> tuple[int, int]:
     """(bq, bk) of an int or a (q, k) pair; see Grid.of for what it raises."""
     bq, bk = _pair("block_size", block_size)
-    if bq not in BLOCK_SIDES or bk not in BLOCK_SIDES:
-        raise ValueError(f"block_size must have sides in {BLOCK_SIDES}, got {block_size}")
+    if bq not in sides or bk not in sides:
+        raise ValueError(f"block_size must have sides in {sides}, got {block_size}")
     return bq, bk
 
 

@@ -1,5 +1,7 @@
 """Re-blocking: the same pairs in blocks of another size, first finer, then coarser."""
 
+from math import gcd
+
 import torch
 from torch import Tensor
 
@@ -9,15 +11,15 @@ from masks._core.grid import Grid
 from masks._core.intervals import Runs, combine, from_points, union
 
 
-def reblock(blocks: BlockSet, block_size: int | tuple[int, int]) -> BlockSet:
+def reblock(blocks: BlockSet, block_size: tuple[int, int]) -> BlockSet:
     """The mask in blocks of `block_size` tokens."""
-    target = Grid.of(blocks.grid.seq_len, block_size, blocks.grid.device)
+    target = blocks.grid.with_blocks(*block_size)
     return _merge(_refine(blocks, target), target)
 
 
 def coverage(blocks: BlockSet, block_size: tuple[int, int]) -> float:
     """See BlockMask.coverage."""
-    target = Grid.of(blocks.grid.seq_len, block_size, blocks.grid.device)
+    target = blocks.grid.with_blocks(*block_size)
     parts = _refine(blocks, target)
     touched = union(_touched_runs(parts, target), from_points(_touched_points(parts, target)))
     covered = (parts.full.size() + len(parts.partial)) * parts.grid.bq * parts.grid.bk
@@ -27,7 +29,7 @@ def coverage(blocks: BlockSet, block_size: tuple[int, int]) -> float:
 def _refine(blocks: BlockSet, target: Grid) -> BlockSet:
     """The mask in blocks that divide both its own blocks and those of the target."""
     g = blocks.grid
-    return _split(blocks, g.with_blocks(min(g.bq, target.bq), min(g.bk, target.bk)))
+    return _split(blocks, g.with_blocks(gcd(g.bq, target.bq), gcd(g.bk, target.bk)))
 
 
 def _split(blocks: BlockSet, fine: Grid) -> BlockSet:

@@ -41,6 +41,10 @@ class Backend(Protocol):
         """
         ...
 
+    def forward_block_size_for(self, spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
+        """The block size (bq, bk), in tokens, of the table that its forward pass reads."""
+        ...
+
     def describe(
         self, call: Call, mask: CompiledMask, query: Tensor, key: Tensor, value: Tensor
     ) -> dict[str, str]:

@@ -34,8 +34,8 @@ class Plan:
         backend: The backend that computes them.
         table: The lookup table that the backend reads.
         cache: Objects that the backend stores for these calls, such as prepared launches.
-        forward: The plan of the forward pass if another backend runs it, which is faster but
-            cannot compute all gradients; else None.
+        forward: The plan of the forward pass if it reads another table, or if another backend runs
+            it, which is faster but cannot compute all gradients; else None.
     """
 
     spec: AttentionSpec

@@ -96,12 +96,16 @@ def find_plan(
 
 
 def make_plan(spec: AttentionSpec, backend: Backend, forward: Backend, mask: CompiledMask) -> Plan:
-    """The plan of a call whose forward pass may run on another backend."""
-    table = mask.table(spec.device, backend.block_size_for(spec, mask))
-    forward_plan = None
-    if forward is not backend:
-        forward_plan = make_plan(spec.without_sums_of_ds, forward, forward, mask)
-    return Plan(spec, backend, table.for_groups(spec.mask_group), forward=forward_plan)
+    """The plan of a call whose forward pass may run on another backend, or read another table."""
+    block_size = backend.block_size_for(spec, mask)
+    table = mask.table(spec.device, block_size).for_groups(spec.mask_group)
+    forward_spec = spec if forward is backend else spec.without_sums_of_ds
+    forward_size = forward.forward_block_size_for(forward_spec, mask)
+    if forward is backend and forward_size == block_size:
+        return Plan(spec, backend, table)
+    forward_table = mask.table(spec.device, forward_size).for_groups(spec.mask_group)
+    forward_plan = Plan(forward_spec, forward, forward_table)
+    return Plan(spec, backend, table, forward=forward_plan)
 
 
 def compiled_mask(mask: AnyMask, query: Tensor, key: Tensor) -> CompiledMask:

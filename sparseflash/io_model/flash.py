@@ -155,7 +155,8 @@ def attention(
     name = _backend_for(spec, mask, chosen) if backend == "auto" else backend
     if name not in BACKENDS:
         raise ValueError(f"backend must be auto or one of {', '.join(BACKENDS)}, got {backend!r}")
-    block_size = BACKENDS[name].block_size_for(spec, mask)
+    of_pass = "forward_block_size_for" if direction == "forward" else "block_size_for"
+    block_size = getattr(BACKENDS[name], of_pass)(spec, mask)
     table = mask.table(block_size=block_size).for_groups(spec.mask_group)
     work_tiles = _hopper_work_tiles if name == "hopper" else _triton_work_tiles
     kernels = (

@@ -25,9 +25,12 @@ def plan_of(query, key, value, mask) -> Plan:
 
 def call_on(
     backend, query, key, mask, value=None, *, key_lengths=None, seed=0, bias=None,
-    score_tensors=(), **facts,
+    score_tensors=(), forward_tile=None, **facts,
 ) -> Call:  # fmt: skip
-    """The call of a mask in its own blocks; facts: see spec_of."""
+    """The call of a mask in its own blocks; facts: see spec_of.
+
+    forward_tile: block size of the table that the forward pass reads, if it is another
+    """
     spec = spec_of(
         *(query, key, mask),
         value=value,
@@ -36,7 +39,11 @@ def call_on(
         **facts,
     )
     table = mask.table(query.device).for_groups(spec.mask_group)
-    call = Call(Plan(spec, backend, table), key_lengths, seed, bias)
+    forward = None
+    if forward_tile is not None:
+        forward_table = mask.table(query.device, forward_tile).for_groups(spec.mask_group)
+        forward = Plan(spec, backend, forward_table)
+    call = Call(Plan(spec, backend, table, forward=forward), key_lengths, seed, bias)
     call.max_logits = empty_max_logits(query) if spec.max_logits else None
     call.score_tensors = checked_score_tensors(spec.score, score_tensors, query)
     return call

@@ -2,6 +2,7 @@
 
 What a `Compiler` may ask of it:
     variants HEAD_DIM VALUE_DIM BLOCK NAMES    what the compiler made of calls that CALLS names
+    three HEAD_DIM      what it made of forward kernels of three warpgroups
     calls HEAD_DIM      kernels compiled by calls of many lengths
     layouts HEAD_DIM    kernels compiled for tensors of many strides
     refused HEAD_DIM    what is said of score functions that return tiles of other shapes
@@ -126,21 +127,39 @@ def report_variants(head_dim: int, value_dim: int, block: int, *names: str):
         if fused and "score" not in options and value_dim == head_dim:
             call(pattern(512, block), head_dim, deterministic=False, **options)
         for which, made in compiled_passes():
-            code = machine_code(made.asm["cubin"])
-            yield {
-                "which": which,
-                "mask": name,
-                "head_dim": head_dim,
-                "value_dim": value_dim,
-                "block": block,
-                "shared": made.metadata.shared,
-                "registers": registers(made),
-                "stack": stack_bytes(made.asm["cubin"]),
-                "products": code.count("HGMMA"),
-                "waits": code.count("WARPGROUP.DEPBAR"),
-                "barriers": sorted(set(re.findall(r"BAR\.(?:SYNC\S*|ARV) ([^;]*?) ;", code))),
-                "unset": unset_operands(code),
-            }
+            about = {"mask": name, "head_dim": head_dim, "value_dim": value_dim, "block": block}
+            yield {"which": which} | about | report_of(made)
+
+
+def report_of(made) -> dict:
+    code = machine_code(made.asm["cubin"])
+    return {
+        "shared": made.metadata.shared,
+        "registers": registers(made),
+        "stack": stack_bytes(made.asm["cubin"]),
+        "products": code.count("HGMMA"),
+        "waits": code.count("WARPGROUP.DEPBAR"),
+        "barriers": sorted(set(re.findall(r"BAR\.(?:SYNC\S*|ARV) ([^;]*?) ;", code))),
+        "unset": unset_operands(code),
+    }
+
+
+def report_three(head_dim: int):
+    """Forward kernels whose work tiles are of 192 queries."""
+    options = {"key_lengths": torch.ones(1, dtype=torch.int32), "max_logits": True}
+    for name, pattern, changes in (
+        ("full", masks.full(), {}),
+        ("causal", masks.causal(), {}),
+        ("causal, with lengths", masks.causal(), options),
+    ):
+        forward_kernel.device_caches.clear()
+        query = torch.empty(1, 2, 512, head_dim, dtype=torch.float16)
+        tensors = (query, query, pattern(512, 128))
+        call = call_on(hopper, *tensors, scale=1.0, forward_tile=(192, 128), **changes)
+        call.forward(query, query, query)
+        (made,) = compiled(forward_kernel)
+        about = {"mask": name, "head_dim": head_dim, "value_dim": head_dim, "block": 192}
+        yield {"which": "forward"} | about | report_of(made)
 
 
 def registers(made) -> int:

@@ -285,9 +285,10 @@ def signal_warpgroup(warpgroup, load_wait_warps):
     )
 
 
-def pingpong_signal(warpgroup, load_wait_warps):
-    _program.pingpong[1 - warpgroup] += 1
-    if _program.pingpong[1 - warpgroup] > 1:
+def pingpong_signal(warpgroup, warpgroups, load_wait_warps):
+    following = (warpgroup + 1) % warpgroups
+    _program.pingpong[following] += 1
+    if _program.pingpong[following] > 1:
         raise Failure("a warpgroup is signalled again that has not passed its ping-pong barrier")
 
 
@@ -406,7 +407,7 @@ def _atomic_add(pointer, value, mask=True, sem=None):
 
 def _warp_specialize(partitions, warps, registers):
     _program.partitions = Partitions(partitions)
-    _program.pingpong, _program.load_wait_signals = [0, 0], [0, 0]
+    _program.pingpong, _program.load_wait_signals = [0] * 3, [0] * 3
     _program.arrived = [set() for _ in range(PIPELINE_BARRIERS)]
     _program.partitions.join()
 

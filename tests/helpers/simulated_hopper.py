@@ -150,6 +150,7 @@ def check(
     dropout_p=0.0,
     deterministic=True,
     bias=None,
+    forward_tile=None,
     **options,
 ):
     batch, heads = (1, 2) if key_lengths is None else (len(key_lengths), 2)
@@ -168,7 +169,13 @@ def check(
     if scale:
         options |= {"scale": scale}
     attention = partial(
-        run, call_on(hopper, query, key, mask, value, deterministic=deterministic, **options)
+        run,
+        call_on(
+            *(hopper, query, key, mask, value),
+            deterministic=deterministic,
+            forward_tile=forward_tile,
+            **options,
+        ),
     )
     with poisoned_empty():  # in the backward pass too
         check_attention(attention, query, key, value, mask, grad_out=grad_out, **options)

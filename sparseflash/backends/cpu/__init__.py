@@ -5,11 +5,20 @@ from sparseflash.backends.cpu.unattended import backward, forward
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.spec import EVERY_EXTRA, AttentionSpec
 
-__all__ = ["auto_skip", "backward", "block_size_for", "describe", "forward", "why_not"]
+__all__ = [
+    "auto_skip",
+    "backward",
+    "block_size_for",
+    "describe",
+    "forward",
+    "forward_block_size_for",
+    "why_not",
+]
 
 name = "cpu"
 extras = EVERY_EXTRA
 compiles = False
+forward_block_size_for = block_size_for
 
 
 def why_not(spec: AttentionSpec, mask) -> list[str]:

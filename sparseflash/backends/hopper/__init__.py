@@ -15,10 +15,24 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from sparseflash.backends.hopper.select import auto_skip, block_size_for, describe, why_not
+from sparseflash.backends.hopper.select import (
+    auto_skip,
+    block_size_for,
+    describe,
+    forward_block_size_for,
+    why_not,
+)
 from sparseflash.dispatch.call import Call, Gradients, Needs, Saved
 
-__all__ = ["auto_skip", "backward", "block_size_for", "describe", "forward", "why_not"]
+__all__ = [
+    "auto_skip",
+    "backward",
+    "block_size_for",
+    "describe",
+    "forward",
+    "forward_block_size_for",
+    "why_not",
+]
 
 name = "hopper"
 extras = frozenset(

@@ -21,12 +21,13 @@ class KernelConfig(NamedTuple):
     dq_bytes: int = 0
 
 
-# Configurations by block size (tokens) and tile width (dims).
+# Configurations by queries of a tile, or keys where a row is of keys, and tile width (dims).
 # Shared memory, at most 227 KiB per CTA, bounds the stages. At 128 dims the forward kernel takes
 # 128 KiB for two stages of K and V and 64 KiB for two of Q. The kernel of dK and dV takes 96 KiB
 # for three stages of Q and dO and 128 KiB for two of K and V.
 # STAGES: of K and V; QUERY_STAGES: of Q.
 FORWARD_CONFIGS = {
+    192: {64: KernelConfig(1, {"STAGES": 3, "QUERY_STAGES": 2})},
     128: {
         64: KernelConfig(1, {"STAGES": 4, "QUERY_STAGES": 3}),
         128: KernelConfig(1, {"STAGES": 2, "QUERY_STAGES": 2}),
@@ -83,6 +84,10 @@ MIN_DYNAMIC_IMBALANCE = 1.25  # of block rows; above it the tile scheduler is dy
 # Tiles of 128 are faster than tiles of 64 if coverage(128) / coverage(64) is at least this, by
 # tile width. Widths that are not listed have no tiles of 64.
 MIN_COVERAGE_RATIO_FOR_128 = {64: 0.96, 128: 0.9}
+# At 64 dims tiles of 192 x 128 are faster forward than tiles of 128 x 128 if coverage(192 x 128) /
+# coverage(128 x 128) is at least this, and batch * heads * q_len at least MIN_QUERIES_FOR_192.
+MIN_COVERAGE_RATIO_FOR_192 = 0.95
+MIN_QUERIES_FOR_192 = 2**19
 # This backend is faster than `triton`, which computes the blocks themselves, if the coverage of
 # its tiles is at least this, by the shorter side of the mask's blocks (tokens). The second table
 # is that of tiles of 64, by tile width as well.

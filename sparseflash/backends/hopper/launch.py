@@ -126,7 +126,7 @@ class PreparedKernel:
             *(*seeds, *_dropout_arguments(spec.dropout_p)),
             *(spec.softcap, bias, bias_stride, *score_tensors),
         )
-        block, group = table.block_size[0], spec.heads // spec.kv_heads
+        block, group = table.block_size, spec.heads // spec.kv_heads
         masked = spec.has_key_lengths or rows.has_partial
         # Everything for which another kernel is compiled, also which arguments are None.
         widths = (configs.tile_width(spec.head_dim), configs.tile_width(spec.value_dim))
@@ -136,8 +136,10 @@ class PreparedKernel:
             *(*properties, spec.mask_batch > 1, spec.softcap is None, spec.score),
             *(x is None for x in changing),
         )
-        constants = {"SCORE": score, "QHEADS_PER_KVHEAD": group, "MASKED": masked, "BLOCK": block}
-        constants |= config.constants | OPTIONS | max_registers(config.ctas_per_sm)
+        constants = {"SCORE": score, "QHEADS_PER_KVHEAD": group, "MASKED": masked}
+        constants |= (
+            {"BLOCK": block[1]} | config.constants | OPTIONS | max_registers(config.ctas_per_sm)
+        )
         names = self.kernel.arg_names[: len(tensors)]
         names = (*names, "key_lengths", "work_counter", *OF_SCORES)
         names = (*names, "bias_stride", "seed_low", "seed_high")

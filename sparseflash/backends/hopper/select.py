@@ -15,6 +15,7 @@ from sparseflash.dispatch.spec import AttentionSpec
 from sparseflash.score import find_score_function
 
 TILE = (128, 128)  # (queries, keys) of a block of the table, in tokens
+HIGH_TILE = (192, 128)  # of the forward pass at 64 dims, if the mask fills these tiles
 SMALL_TILE = (64, 64)  # used if smaller blocks leave too much of a tile of 128 empty
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(8, 257, 8)  # TMA needs strides of whole 16 bytes
@@ -80,6 +81,26 @@ def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
     return SMALL_TILE if coverage < min_ratio * small_coverage else TILE
 
 
+def forward_block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
+    """The block size (bq, bk), in tokens, of the table that the forward kernel reads.
+
+    192 x 128 at 64 dims, if the mask fills these tiles about as far as those of 128 x 128.
+    """
+    block_size = block_size_for(spec, mask)
+    widths = {configs.tile_width(dim) for dim in (spec.head_dim, spec.value_dim)}
+    # Three warpgroups have no registers for dropout. Changes of scores are not measured there.
+    changed = spec.dropout_p > 0 or spec.softcap is not None or spec.score or spec.bias
+    queries = spec.batch * spec.heads * spec.q_len
+    narrow = widths == {configs.MIN_TILE_WIDTH}
+    if block_size != TILE or not narrow or changed or queries < configs.MIN_QUERIES_FOR_192:
+        return block_size
+    coverage, coverage_of_128 = mask.coverage(HIGH_TILE), mask.coverage(TILE)
+    if coverage is None or coverage_of_128 is None:  # the device chooses the blocks
+        return block_size
+    fills = coverage >= configs.MIN_COVERAGE_RATIO_FOR_192 * coverage_of_128
+    return HIGH_TILE if fills else block_size
+
+
 def describe(
     call: Call, mask: CompiledMask, query: Tensor, key: Tensor, value: Tensor
 ) -> dict[str, str]:
@@ -93,6 +114,8 @@ def describe(
         notes["tiles"] += f", {covered}"
     if tile == SMALL_TILE:
         notes["tiles"] += ", of which several CTAs share a multiprocessor"
+    if forward_block_size_for(spec, mask) == HIGH_TILE:
+        notes["tiles of the forward pass"] = f"{HIGH_TILE}"
     if uses_fused_backward(call.table, spec):
         notes["backward"] = "one kernel, which adds to the gradient of query in no fixed order"
     return notes

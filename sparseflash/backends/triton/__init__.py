@@ -100,6 +100,9 @@ def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
     return max(block_q, MIN_MERGED_SIDE), max(block_k, MIN_MERGED_SIDE)
 
 
+forward_block_size_for = block_size_for
+
+
 def describe(
     call: Call, mask: CompiledMask, query: Tensor, key: Tensor, value: Tensor
 ) -> dict[str, str]:

@@ -24,6 +24,8 @@ def only_backend(monkeypatch):
     """Makes a copy of the backend "cpu" with other functions the only one."""
 
     def replaced(**functions):
+        if "block_size_for" in functions:
+            functions = {"forward_block_size_for": functions["block_size_for"]} | functions
         backend = SimpleNamespace(**vars(cpu) | functions)
         monkeypatch.setattr(backends, "BACKENDS", (backend,))
         _compiled.cache_clear()
@@ -57,6 +59,25 @@ def test_calls_of_many_lengths_leave_plans_to_their_signatures():
         tensor = torch.empty(1, 1, length, 8)
         plan_of(tensor, tensor, tensor, masks.full()(length, block_size=512))
     assert plan_of(query, query, query, mask) is plan
+
+
+def test_a_forward_pass_may_read_a_table_of_its_own(only_backend):
+    backend = only_backend(
+        block_size_for=lambda spec, mask: spec.block_size,
+        forward_block_size_for=lambda spec, mask: (192, 128),
+    )
+    query, key, value = torch.randn(3, 1, 2, 300, 16)
+    mask = masks.causal()(300, block_size=64)
+    plan = plan_of(query, key, value, mask)
+    assert plan.forward.backend is plan.backend is backend
+    assert plan.forward.spec is plan.spec
+    assert plan.table is mask.table()
+    assert plan.forward.table is mask.table(block_size=(192, 128))
+    read = []
+    forward = backend.forward
+    backend.forward = lambda call, *tensors: (read.append(call.table), forward(call, *tensors))[1]
+    sparseflash.attention(query, key, value, mask)
+    assert read == [plan.forward.table]
 
 
 @pytest.fixture

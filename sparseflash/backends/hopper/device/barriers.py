@@ -7,19 +7,21 @@ from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
 PINGPONG_BARRIER = gl.constexpr(4)  # and 5: one for each of two warpgroups
 PRODUCER_WARP_BARRIER = gl.constexpr(6)
 FIRST_PIPELINE_BARRIER = gl.constexpr(7)  # and the next ones: one for each stage
+THIRD_PINGPONG_BARRIER = gl.constexpr(14)  # of kernels of at most three stages
 LOAD_WAIT_WARP_BARRIER = gl.constexpr(15)
 
 
 @gluon.jit
 def pingpong_wait(WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr):
-    """Waits until the other warpgroup and the load-wait warp, if any, have signalled this one."""
+    """Waits for the signals of the previous warpgroup and of the load-wait warp, if any."""
     _run_asm(_pingpong_asm("sync", WARPGROUP, LOAD_WAIT_WARPS))
 
 
 @gluon.jit
-def pingpong_signal(WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr):
-    """Lets the other warpgroup issue its products; does not wait."""
-    _run_asm(_pingpong_asm("arrive", 1 - WARPGROUP, LOAD_WAIT_WARPS))
+def pingpong_signal(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr,
+                    LOAD_WAIT_WARPS: gl.constexpr):  # fmt: skip
+    """Lets the next warpgroup issue its products; does not wait."""
+    _run_asm(_pingpong_asm("arrive", (WARPGROUP + 1) % WARPGROUPS, LOAD_WAIT_WARPS))
 
 
 @gluon.jit
@@ -30,7 +32,10 @@ def signal_warpgroup(WARPGROUP: gl.constexpr, LOAD_WAIT_WARPS: gl.constexpr):
 
 @gluon.constexpr_function
 def _pingpong_asm(op, warpgroup, load_wait_warps):
-    return _barrier_asm(op, PINGPONG_BARRIER.value + warpgroup, 2 * 128 + 32 * load_wait_warps)
+    barrier = PINGPONG_BARRIER.value + warpgroup
+    if warpgroup == 2:
+        barrier = THIRD_PINGPONG_BARRIER.value
+    return _barrier_asm(op, barrier, 2 * 128 + 32 * load_wait_warps)
 
 
 @gluon.jit

@@ -81,7 +81,7 @@ def query_blocks_of_row(params, batch, head, row):
     """The blocks of a block row of keys; none if all of its keys are past the key length."""
     blocks = read_block_row(params, batch, head, row)
     if params.key_lengths is not None:
-        inside = row * params.block < blocks.key_length
+        inside = row * params.rows < blocks.key_length
         n_partial = gl.where(inside, blocks.n_partial, 0)
         n_full = gl.where(inside, blocks.n_full, 0)
         blocks = RowBlocks(blocks.key_length, blocks.partial_start, n_partial, blocks.n_clipped,

@@ -10,6 +10,9 @@ from sparseflash.backends.hopper.device.gluon_compat import gl
 # the first consumer, which is its default partition, what the other partitions do not take.
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)  # of the load-wait warp too
+# With three consumer warpgroups: 3 * 128 * 160 + 128 * 32 = 65,536 registers.
+REGISTERS_OF_3_CONSUMERS = gl.constexpr(160)
+REGISTERS_BESIDE_3_CONSUMERS = gl.constexpr(32)
 # Beside the dQ warpgroup of the fused kernel: 2 * 128 * 208 + 128 * 72 + 128 * 24 = 65,536.
 CONSUMER_REGISTERS_BESIDE_DQ = gl.constexpr(208)
 DQ_REGISTERS = gl.constexpr(72)

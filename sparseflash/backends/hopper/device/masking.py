@@ -19,7 +19,7 @@ def bit_tile_words(params, partial_entry, first_row, first_word, TILE_N: gl.cons
     WORDS: gl.constexpr = params.block // 32  # of a row of a bit tile
     bit_tile = gl.load(params.table.partial_bit_tile + partial_entry).to(gl.int64)
     rows = first_row + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT))
-    word_ptr = params.table.bit_tiles + (bit_tile * params.block + rows) * WORDS + first_word
+    word_ptr = params.table.bit_tiles + (bit_tile * params.rows + rows) * WORDS + first_word
     words = (gl.load(word_ptr), gl.load(word_ptr + 1))
     if TILE_N == 128:
         words = (words[0], words[1], gl.load(word_ptr + 2), gl.load(word_ptr + 3))

@@ -106,8 +106,8 @@ def backward_dkdv_kernel(
     specialize_warps(
         queries, grad_outs, lse_delta, keys, values, grad_keys, grad_values,
         (query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers),
-        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, dropout,
-               ScoreParams(softcap, bias, bias_stride,
+        Params(BLOCK, BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2,
+               dropout, ScoreParams(softcap, bias, bias_stride,
                            ScorePointers(score_floats, score_integers, score_layout)), SCORE,
                has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES,

@@ -116,8 +116,8 @@ def backward_dq_kernel(
     fence_async_shared()
     specialize_warps(
         queries, grad_outs, outs, keys, values, grad_queries, lse_tensors, pipelines,
-        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, dropout,
-               ScoreParams(softcap, bias, bias_stride,
+        Params(BLOCK, BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2,
+               dropout, ScoreParams(softcap, bias, bias_stride,
                            ScorePointers(score_floats, score_integers, score_layout)), SCORE,
                has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         QHEADS_PER_KVHEAD, MASKED, STAGES,

@@ -12,7 +12,8 @@ Persistent and warp specialised, after Shah et al., "FlashAttention-3", 2024. In
 Each warpgroup owns 64 of the 128 queries. Ping-pong: they issue S_i = Q K_i^T and O += P_{i-1}
 V_{i-1} alternately, so that the tensor cores work for one while the other is in softmax; within a
 warpgroup softmax i overlaps P_{i-1} V_{i-1}. In blocks of 64 a CTA has one warpgroup. Its softmax
-overlaps with products of other CTAs on the same multiprocessor.
+overlaps with products of other CTAs on the same multiprocessor. In tiles of 192 queries x 128 keys
+a CTA has three, which issue in turn and read Q from shared memory.
 
 The online softmax is in base 2. `row_max` is the running maximum of the unscaled scores Q K^T.
 `row_sum` is the running sum of exp2(scale_log2 * (Q K^T - row_max)), divided among the threads
@@ -36,6 +37,8 @@ from sparseflash.backends.hopper.device.budgets import (
     CONSUMER_REGISTERS,
     MAX_QUERY_REGISTER_DIMS,
     PRODUCER_REGISTERS,
+    REGISTERS_BESIDE_3_CONSUMERS,
+    REGISTERS_OF_3_CONSUMERS,
 )
 from sparseflash.backends.hopper.device.dropout import dropout_row_words, keep_bits
 from sparseflash.backends.hopper.device.gluon_compat import (
@@ -121,14 +124,14 @@ def forward_kernel(
     score_floats, score_integers, score_layout,
     SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
     BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
                   head_to_mask)  # fmt: skip
     sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group,
                   mask_batch_stride)  # fmt: skip
-    WARPGROUPS: gl.constexpr = BLOCK // WARPGROUP_M
-    LOAD_WAIT_WARPS: gl.constexpr = num_load_wait_warps(BLOCK, queries.block_type.shape[3], MASKED)
+    WARPGROUPS: gl.constexpr = ROWS // WARPGROUP_M
+    LOAD_WAIT_WARPS: gl.constexpr = num_load_wait_warps(ROWS, queries.block_type.shape[3], MASKED)
     # O is stored through the buffer of Q.
     if outs.block_type.shape[3] > queries.block_type.shape[3]:
         query_pipeline = make_pipeline(outs, WARPGROUPS * QUERY_STAGES, 1)
@@ -145,8 +148,8 @@ def forward_kernel(
     specialize_warps(
         queries, keys, values, outs, lse, max_logits,
         (query_pipeline, key_pipeline, value_pipeline),
-        Params(BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2, dropout,
-               ScoreParams(softcap, bias, bias_stride,
+        Params(ROWS, BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2,
+               dropout, ScoreParams(softcap, bias, bias_stride,
                            ScorePointers(score_floats, score_integers, score_layout)), SCORE,
                has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         LOAD_WAIT_WARPS, QHEADS_PER_KVHEAD, MASKED, STAGES, QUERY_STAGES,
@@ -154,10 +157,10 @@ def forward_kernel(
 
 
 @gluon.constexpr_function
-def num_load_wait_warps(block, dims, masked):
+def num_load_wait_warps(rows, dims, masked):
     """1 if a load-wait warp makes the kernel faster, else 0."""
     # At 64 dims masks of full blocks are 1 to 4 % faster without it.
-    return int(block > WARPGROUP_M.value and (dims == 128 or (dims == 64 and masked)))
+    return int(rows > WARPGROUP_M.value and (dims == 128 or (dims == 64 and masked)))
 
 
 @gluon.jit
@@ -166,7 +169,7 @@ def specialize_warps(queries, keys, values, outs, lse, max_logits, pipelines, pa
                      MASKED: gl.constexpr, STAGES: gl.constexpr,
                      QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Starts a consumer in each warpgroup, the producer and the load-wait warp in a warp each."""
-    if params.block == WARPGROUP_M:
+    if params.rows == WARPGROUP_M:
         gl.warp_specialize(
             [
                 (consumer, (outs, lse, max_logits, pipelines, params, 0, LOAD_WAIT_WARPS, MASKED,
@@ -176,6 +179,23 @@ def specialize_warps(queries, keys, values, outs, lse, max_logits, pipelines, pa
             ],
             [1],
             [PRODUCER_REGISTERS],
+        )  # fmt: skip
+    elif params.rows == 3 * WARPGROUP_M:
+        gl.warp_specialize(
+            [
+                (consumer, (outs, lse, max_logits, pipelines, params, 0, LOAD_WAIT_WARPS, MASKED,
+                            STAGES, QUERY_STAGES)),
+                (consumer, (outs, lse, max_logits, pipelines, params, 1, LOAD_WAIT_WARPS, MASKED,
+                            STAGES, QUERY_STAGES)),
+                (consumer, (outs, lse, max_logits, pipelines, params, 2, LOAD_WAIT_WARPS, MASKED,
+                            STAGES, QUERY_STAGES)),
+                (producer, (queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD, STAGES,
+                            QUERY_STAGES)),
+                (load_wait_warp, (pipelines, params, LOAD_WAIT_WARPS, STAGES)),
+            ],
+            [4, 4, 1, 1],
+            [REGISTERS_OF_3_CONSUMERS, REGISTERS_OF_3_CONSUMERS, REGISTERS_BESIDE_3_CONSUMERS,
+             REGISTERS_BESIDE_3_CONSUMERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -197,7 +217,7 @@ def specialize_warps(queries, keys, values, outs, lse, max_logits, pipelines, pa
 def producer(queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD: gl.constexpr,
              STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Loads the tiles that consumers read, as far ahead as the pipelines allow."""
-    WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
+    WARPGROUPS: gl.constexpr = params.rows // WARPGROUP_M
     query_pipeline, key_pipeline, value_pipeline = pipelines
     state = PipelineState(0, 1)
     query_state = PipelineState(0, 1)
@@ -210,7 +230,7 @@ def producer(queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD: gl.con
         blocks = key_blocks_of_row(params, batch, head, row)
         work_state = publish_work(params, WorkTile(batch, head, row, blocks), work_state)
         for warpgroup in gl.static_range(WARPGROUPS):
-            query_start = row * params.block + warpgroup * WARPGROUP_M
+            query_start = row * params.rows + warpgroup * WARPGROUP_M
             buffer_state = warpgroup_state(query_state, WARPGROUPS, warpgroup)
             producer_load(query_pipeline, queries, batch, head, query_start, buffer_state)
         query_state = advance(query_state, QUERY_STAGES)
@@ -224,7 +244,7 @@ def producer(queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD: gl.con
 
 @gluon.jit
 def load_wait_warp(pipelines, params, LOAD_WAIT_WARPS: gl.constexpr, STAGES: gl.constexpr):
-    """Waits for loads on behalf of both warpgroups and signals their ping-pong barriers.
+    """Waits for loads on behalf of all warpgroups and signals their ping-pong barriers.
 
     Triton lowers mbarrier.wait in a partition of several warps with a partition-wide bar.sync,
     which would join the four warps of a warpgroup in every step. This warp must release every
@@ -248,6 +268,8 @@ def load_wait_warp(pipelines, params, LOAD_WAIT_WARPS: gl.constexpr, STAGES: gl.
                 if i > 0:
                     signal_warpgroup(0, LOAD_WAIT_WARPS)
                     signal_warpgroup(1, LOAD_WAIT_WARPS)
+                    if params.rows == 3 * WARPGROUP_M:
+                        signal_warpgroup(2, LOAD_WAIT_WARPS)
                 consumer_wait(value_pipeline, state)
                 consumer_release(value_pipeline, state)
                 state = advance(state, STAGES)
@@ -260,7 +282,7 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
              QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Computes 64 queries of each work tile. `state` is that of the tile last consumed."""
     query_pipeline, key_pipeline, value_pipeline = pipelines
-    WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
+    WARPGROUPS: gl.constexpr = params.rows // WARPGROUP_M
     VALUE_DIMS: gl.constexpr = outs.block_type.shape[3]
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
     TILES_PER_BLOCK: gl.constexpr = params.block // TILE_N
@@ -275,10 +297,10 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
     work_state = PipelineState(0, 0)
     release_all_stages(key_pipeline)
     release_all_stages(value_pipeline)
-    # Warpgroup 0 issues first, so warpgroup 1 signals it here. Both have the same number of tiles,
+    # Warpgroup 0 issues first, so the last one signals it here. All have the same number of tiles,
     # so every later wait has its signal.
-    if WARPGROUP == 1:
-        pingpong_signal(WARPGROUP, LOAD_WAIT_WARPS)
+    if WARPGROUPS > 1 and WARPGROUP == WARPGROUPS - 1:
+        pingpong_signal(WARPGROUP, WARPGROUPS, LOAD_WAIT_WARPS)
     work, work_state = receive_work(params, work_state)
     while work.row >= 0:
         n_masked = (work.blocks.n_partial + work.blocks.n_clipped) * TILES_PER_BLOCK
@@ -286,7 +308,7 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
         prev_query_buffer = query_buffer
         query_buffer = query_state.stage * WARPGROUPS + WARPGROUP
         bh = work.batch * params.sizes.heads + work.head
-        query_start = work.row * params.block + WARPGROUP * WARPGROUP_M
+        query_start = work.row * params.rows + WARPGROUP * WARPGROUP_M
         row_max = gl.full([WARPGROUP_M], NEG_INF, gl.float32, ROW_LAYOUT)
         row_sum = gl.zeros([WARPGROUP_M, THREADS_PER_ROW], gl.float32, thread_row_layout())
         softmax = SoftmaxState(row_max, row_sum)
@@ -347,7 +369,7 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
     query_pipeline, key_pipeline, value_pipeline = pipelines
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
     HEAD_DIMS: gl.constexpr = key_pipeline.buffers.shape[4]
-    if HEAD_DIMS <= MAX_QUERY_REGISTER_DIMS:
+    if HEAD_DIMS <= MAX_QUERY_REGISTER_DIMS and params.rows <= 2 * WARPGROUP_M:
         query = as_matrix(stage_as(query_pipeline, query_buffer, WARPGROUP_M, HEAD_DIMS))
         query = query.load(operand_a_layout(const.S_LAYOUT))
     else:
@@ -413,7 +435,7 @@ def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pi
     if LOAD_WAIT_WARPS == 0:
         consumer_wait(key_pipeline, state)
     key = stage_matrix(key_pipeline, state.stage)
-    if params.block > WARPGROUP_M:
+    if params.rows > WARPGROUP_M:
         pingpong_wait(const.WARPGROUP, LOAD_WAIT_WARPS)
     # S_i = Q K_i^T: [64, D] [D, N] -> [64, N]
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -422,8 +444,8 @@ def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pi
     # O += P_{i-1} V_{i-1}: [64, N] [N, D] -> [64, D]
     acc = warpgroup_mma(prev_p, prev_value, acc, is_async=True)
     # After both products: to signal between them was no faster.
-    if params.block > WARPGROUP_M:
-        pingpong_signal(const.WARPGROUP, LOAD_WAIT_WARPS)
+    if params.rows > WARPGROUP_M:
+        pingpong_signal(const.WARPGROUP, params.rows // WARPGROUP_M, LOAD_WAIT_WARPS)
     if params.dropout.threshold is not None or params.has_score_mod:
         key_start = tile_start(params, blocks, i, TILE_N)
     if params.dropout.threshold is not None:

@@ -73,6 +73,17 @@ def check(
         return check_attention(attention, *inputs[:3], mask, grad_out=inputs[3], **options)
 
 
+@pytest.mark.parametrize("head_dim", [40, 64])
+@pytest.mark.parametrize("lengths", [(1024, 1024), (1000, 777), (193, 1500), (1, 1)])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns_in_forward_tiles_of_192_queries(name, lengths, head_dim, monkeypatch):
+    monkeypatch.setattr(configs, "MIN_QUERIES_FOR_192", 0)
+    monkeypatch.setattr(configs, "MIN_COVERAGE_RATIO_FOR_192", 0.0)
+    check(PATTERNS[name], lengths, head_dim)
+    key_lengths = [lengths[1], lengths[1] // 2]
+    check(PATTERNS[name], lengths, head_dim, dtype=torch.float16, key_lengths=key_lengths)
+
+
 @pytest.mark.parametrize(("head_dim", "block_size"), SIZES)
 @pytest.mark.parametrize("lengths", [(1024, 1024), (1000, 777), (130, 1500), (1, 1)])
 @pytest.mark.parametrize("name", PATTERNS)

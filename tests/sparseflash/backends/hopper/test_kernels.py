@@ -53,6 +53,17 @@ def test_kernels_that_ship(head_dim, value_dim, block, request, compiler):
 
 
 @pytest.mark.slow
+def test_forward_kernels_of_three_warpgroups(compiler):
+    reports = compiler.reports("hopper", "three", 64)
+    assert len(reports) == 3
+    for report in reports:
+        check_memory(report)
+        check_products(report)
+        check_barriers(report)
+        assert (report["unset"], report["stack"]) == ([], 0), report
+
+
+@pytest.mark.slow
 def test_score_functions_of_another_shape_are_refused(compiler):
     reports = compiler.reports("hopper", "refused", 64)
     told = {report["function"]: report["error"] for report in reports}
@@ -119,7 +130,7 @@ def fused_products(report: dict) -> tuple[int, int]:
 
 
 def check_barriers(report: dict) -> None:
-    """Ping-pong of both warpgroups, with the load-wait warp if there is one; the threads of the
+    """Ping-pong of all warpgroups, with the load-wait warp if there is one; the threads of the
     producer, and of the load-wait warp; two pipelines, at which warpgroups and the load-wait warp
     arrive and the producer waits; none of Triton's.
     """
@@ -129,12 +140,13 @@ def check_barriers(report: dict) -> None:
         load_wait_warps = num_load_wait_warps(report["block"], report["head_dim"], is_masked)
     threads = f"{128 * (report['block'] // 64) + 32 * (1 + load_wait_warps):#x}"
     taken = {b for b in report["barriers"] if b.startswith("0x") and int(b.split(",")[0], 16) > 3}
-    has_pingpong = report["which"] == "forward" and report["block"] == 128
+    warpgroups = report["block"] // 64 if report["which"] == "forward" else 1
     first = barriers.FIRST_PIPELINE_BARRIER.value
     pipelines = range(first, first + 2 * config_of(report).constants["STAGES"])
     wanted = {"0x6, 0x20"} | ({"0xf, 0x20"} if load_wait_warps else set())
     pingpong = f"{256 + 32 * load_wait_warps:#x}"
-    wanted |= {f"0x4, {pingpong}", f"0x5, {pingpong}"} if has_pingpong else set()
+    of_pingpong = {1: (), 2: (4, 5), 3: (4, 5, 14)}[warpgroups]
+    wanted |= {f"{number:#x}, {pingpong}" for number in of_pingpong}
     wanted |= {f"{number:#x}, {threads}" for number in pipelines}
     assert taken == wanted, report
     assert max(pipelines) < 16 - load_wait_warps, report

@@ -153,6 +153,37 @@ def test_reads_small_tiles_where_larger_ones_are_filled_less(
     assert ("share a multiprocessor" in tiles) == (tile == 64)
 
 
+LONG = {"batch": 4, "heads": 32, "q_len": 8192}
+
+
+@pytest.mark.parametrize(
+    ("change", "filled", "tile"),
+    [
+        *(({}, 0.96, 192), ({}, 0.94, 128), ({"head_dim": 40}, 1.0, 192), ({}, None, 128)),
+        *(({"head_dim": 72}, 1.0, 128), ({"value_dim": 72}, 1.0, 128), ({"batch": 0}, 1.0, 128)),
+        *(({"dropout_p": 0.1}, 1.0, 128), ({"softcap": 5.0}, 1.0, 128), ({"bias": True}, 1, 128)),
+        ({"block_size": (64, 64)}, 1.0, 64),
+    ],
+)
+def test_the_forward_pass_reads_higher_tiles_at_64_dims(change, filled, tile):
+    full = 0.5 if "block_size" in change else 1.0
+    coverage = {(192, 128): filled, (128, 128): full, (64, 64): 1.0}
+    mask, spec = SimpleNamespace(coverage=coverage.get), spec_like(**LONG | change)
+    assert hopper.forward_block_size_for(spec, mask) == (tile, min(tile, 128))
+    assert ("tiles of the forward pass" in described(spec, mask)) == (tile == 192)
+
+
+@pytest.mark.parametrize("seq_len", [8192, 16384])
+def test_full_and_causal_masks_fill_higher_tiles_and_scattered_blocks_do_not(seq_len):
+    spec = spec_like(**LONG)
+    found = {
+        pattern: hopper.forward_block_size_for(spec, masks.parse(pattern)(seq_len))
+        for pattern in ("full()", "causal()", "random(0.25)", "local(500)")
+    }
+    higher = {"full()": True, "causal()": True, "random(0.25)": False, "local(500)": False}
+    assert {pattern: tile == (192, 128) for pattern, tile in found.items()} == higher
+
+
 @pytest.mark.parametrize("block_size", [(128, 128), (256, 128), (512, 512)])
 def test_reads_large_tiles_of_large_blocks(block_size):
     spec = spec_like(block_size=block_size)

@@ -36,6 +36,20 @@ def test_simulated_kernels_are_right(name):
         check(PATTERNS[name])
 
 
+@pytest.mark.parametrize(
+    ("order", "options"),
+    [
+        *((max, {"lengths": (700, 900), "kv_heads": 2}), (None, {"lengths": (193, 129)})),
+        (min, {"key_lengths": [0, 130, 400]}),
+    ],
+)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_simulated_forward_kernels_of_three_warpgroups(name, order, options, monkeypatch):
+    monkeypatch.setattr(simulated_gluon, "ORDER", order)
+    with simulation():
+        check(PATTERNS[name], 40, forward_tile=(192, 128), **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_simulated_kernels_on_blocks_of_64(name, dtype):
