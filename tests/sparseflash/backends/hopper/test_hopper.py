@@ -84,6 +84,13 @@ def test_patterns_in_forward_tiles_of_192_queries(name, lengths, head_dim, monke
     check(PATTERNS[name], lengths, head_dim, dtype=torch.float16, key_lengths=key_lengths)
 
 
+def test_masks_of_each_head_in_forward_tiles_of_192_queries(monkeypatch):
+    monkeypatch.setattr(configs, "MIN_QUERIES_FOR_192", 0)
+    monkeypatch.setattr(configs, "MIN_COVERAGE_RATIO_FOR_192", 0.0)
+    pattern = masks.stack([PATTERNS[name] for name in ("causal", "blocks", "causal", "local")])
+    check(pattern, (1000, 777), 64, heads=4, kv_heads=2)
+
+
 @pytest.mark.parametrize(("head_dim", "block_size"), SIZES)
 @pytest.mark.parametrize("lengths", [(1024, 1024), (1000, 777), (130, 1500), (1, 1)])
 @pytest.mark.parametrize("name", PATTERNS)

@@ -50,6 +50,12 @@ def test_simulated_forward_kernels_of_three_warpgroups(name, order, options, mon
         check(PATTERNS[name], 40, forward_tile=(192, 128), **options)
 
 
+def test_simulated_forward_kernels_of_three_warpgroups_with_masks_of_each_head():
+    pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
+    with simulation():
+        check(pattern, 64, lengths=(300, 260), kv_heads=1, forward_tile=(192, 128))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_simulated_kernels_on_blocks_of_64(name, dtype):
