@@ -79,15 +79,19 @@ REGISTERS_PER_SM = 65536
 L2_OPERAND_BYTES = 50_000_000  # most bytes of operands of heads that are scheduled together
 # Most share of a kernel's time in which the longest row of the last group of heads runs alone.
 MAX_TAIL = 0.05
+ASSUMED_IMBALANCE = 2.0  # of the rows of a mask whose blocks the device chooses
 MIN_DYNAMIC_IMBALANCE = 1.25  # of block rows; above it the tile scheduler is dynamic
 
 # Tiles of 128 are faster than tiles of 64 if coverage(128) / coverage(64) is at least this, by
 # tile width. Widths that are not listed have no tiles of 64.
 MIN_COVERAGE_RATIO_FOR_128 = {64: 0.96, 128: 0.9}
-# At 64 dims tiles of 192 x 128 are faster forward than tiles of 128 x 128 if coverage(192 x 128) /
-# coverage(128 x 128) is at least this, and batch * heads * q_len at least MIN_QUERIES_FOR_192.
-MIN_COVERAGE_RATIO_FOR_192 = 0.95
-MIN_QUERIES_FOR_192 = 2**19
+# At 64 dims the forward kernel reads tiles of 192 x 128 if it is predicted to take at most
+# MAX_TIME_IN_TILES_OF_192 of its time in tiles of 128 x 128. Without idle CTAs it takes
+# TIME_IN_TILES_OF_192, divided by coverage(192 x 128) / coverage(128 x 128).
+TIME_IN_TILES_OF_192 = 0.93
+MAX_TIME_IN_TILES_OF_192 = 0.98
+MIN_WAVES_OF_192 = 4  # of work tiles, for masks whose rows have different lengths
+MULTIPROCESSORS = 132  # of an H100 SXM or H200, for predictions
 # This backend is faster than `triton`, which computes the blocks themselves, if the coverage of
 # its tiles is at least this, by the shorter side of the mask's blocks (tokens). The second table
 # is that of tiles of 64, by tile width as well.

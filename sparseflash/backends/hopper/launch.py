@@ -1,5 +1,6 @@
 """The host side of all kernels: descriptors of tensors, arguments, grids."""
 
+import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
@@ -265,7 +266,8 @@ def heads_per_group_of(
     in L2. Otherwise, as for causal masks, it is the largest power of two whose operands fit in L2.
     One head does not suffice then, because its short rows cannot fill the idle time that its long
     rows leave. It is all heads if the longest row of the last group would run alone for more than
-    MAX_TAIL of the total time.
+    MAX_TAIL of the total time. The host does not know the rows of a mask whose blocks the device
+    chooses, so ASSUMED_IMBALANCE stands for theirs.
 
     Args:
         spec: Spec of the call.
@@ -286,4 +288,5 @@ def heads_per_group_of(
     heads = min(num_bh, 1 << in_l2.bit_length() - 1)
     # Times of a group and of all heads on all CTAs, in units of the time of a row of mean length.
     group, all_heads = (n * rows.num_rows / ctas for n in (heads, num_bh))
-    return heads if rows.imbalance - group <= configs.MAX_TAIL * all_heads else num_bh
+    imbalance = configs.ASSUMED_IMBALANCE if math.isinf(rows.imbalance) else rows.imbalance
+    return heads if imbalance - group <= configs.MAX_TAIL * all_heads else num_bh

@@ -1,5 +1,6 @@
 """Which calls the backend can compute, in which tiles, and which it leaves to other backends."""
 
+import math
 import re
 from functools import lru_cache
 from importlib.util import find_spec
@@ -84,21 +85,35 @@ def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
 def forward_block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
     """The block size (bq, bk), in tokens, of the table that the forward kernel reads.
 
-    192 x 128 at 64 dims, if the mask fills these tiles about as far as those of 128 x 128.
+    192 x 128 at 64 dims, if the kernel is predicted to be faster in these tiles.
     """
     block_size = block_size_for(spec, mask)
     widths = {configs.tile_width(dim) for dim in (spec.head_dim, spec.value_dim)}
     # Three warpgroups have no registers for dropout. Changes of scores are not measured there.
     changed = spec.dropout_p > 0 or spec.softcap is not None or spec.score or spec.bias
-    queries = spec.batch * spec.heads * spec.q_len
-    narrow = widths == {configs.MIN_TILE_WIDTH}
-    if block_size != TILE or not narrow or changed or queries < configs.MIN_QUERIES_FOR_192:
+    if block_size != TILE or widths != {configs.MIN_TILE_WIDTH} or changed:
         return block_size
+    time = time_in_high_tiles(spec, mask)
+    return HIGH_TILE if time <= configs.MAX_TIME_IN_TILES_OF_192 else block_size
+
+
+def time_in_high_tiles(spec: AttentionSpec, mask: CompiledMask) -> float:
+    """Predicted time of the forward kernel at 64 dims in tiles of 192 x 128 over 128 x 128.
+
+    It is infinite if the device chooses the blocks, or if rows of different lengths make fewer
+    waves of work tiles than MIN_WAVES_OF_192: CTAs then wait long for the last ones.
+    """
     coverage, coverage_of_128 = mask.coverage(HIGH_TILE), mask.coverage(TILE)
-    if coverage is None or coverage_of_128 is None:  # the device chooses the blocks
-        return block_size
-    fills = coverage >= configs.MIN_COVERAGE_RATIO_FOR_192 * coverage_of_128
-    return HIGH_TILE if fills else block_size
+    if coverage is None or coverage_of_128 is None:
+        return math.inf
+    tiles = (spec.batch * spec.heads * -(-spec.q_len // tile[0]) for tile in (HIGH_TILE, TILE))
+    waves, waves_of_128 = (count / configs.MULTIPROCESSORS for count in tiles)
+    if mask.density == 1:  # all work tiles take equally long, and the last wave a whole one
+        rows = HIGH_TILE[0] / TILE[0]
+        return configs.TIME_IN_TILES_OF_192 * rows * math.ceil(waves) / math.ceil(waves_of_128)
+    if waves < configs.MIN_WAVES_OF_192:
+        return math.inf
+    return configs.TIME_IN_TILES_OF_192 * coverage_of_128 / coverage
 
 
 def describe(

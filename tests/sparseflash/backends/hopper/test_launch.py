@@ -117,10 +117,17 @@ def test_heads_stay_in_groups_unless_the_longest_row_would_end_alone(
     assert launch.heads_per_group_of(spec, rows, num_bh, ctas=132) == heads_per_group
 
 
-def test_a_mask_that_only_the_device_knows_has_one_group():
-    blocks = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+@pytest.mark.parametrize(
+    ("seq_len", "num_bh", "heads_per_group"),
+    [(4096, 128, 16), (16_384, 32, 4), (1024, 12, 12)],
+)
+def test_heads_of_a_mask_that_only_the_device_knows_are_in_groups_too(
+    seq_len, num_bh, heads_per_group
+):
+    blocks = torch.ones(1, 1, seq_len // 128, seq_len // 128, dtype=torch.bool)
     rows = masks.DynamicMask.from_blocks(blocks, block_size=128).table().by_query
-    assert launch.heads_per_group_of(SPEC, rows, 12, ctas=132) == 12
+    spec = replace(SPEC, q_len=seq_len, k_len=seq_len, head_dim=128, value_dim=128)
+    assert launch.heads_per_group_of(spec, rows, num_bh, ctas=132) == heads_per_group
 
 
 def test_l2_holds_more_heads_of_narrow_values():

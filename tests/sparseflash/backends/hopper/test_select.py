@@ -161,6 +161,7 @@ LONG = {"batch": 4, "heads": 32, "q_len": 8192}
     [
         *(({}, 0.96, 192), ({}, 0.94, 128), ({"head_dim": 40}, 1.0, 192), ({}, None, 128)),
         *(({"head_dim": 72}, 1.0, 128), ({"value_dim": 72}, 1.0, 128), ({"batch": 0}, 1.0, 128)),
+        *(({"batch": 1}, 0.98, 192), ({"batch": 1, "heads": 8}, 0.98, 128)),  # 10 and 3 waves
         *(({"dropout_p": 0.1}, 1.0, 128), ({"softcap": 5.0}, 1.0, 128), ({"bias": True}, 1, 128)),
         ({"block_size": (64, 64)}, 1.0, 64),
     ],
@@ -168,9 +169,26 @@ LONG = {"batch": 4, "heads": 32, "q_len": 8192}
 def test_the_forward_pass_reads_higher_tiles_at_64_dims(change, filled, tile):
     full = 0.5 if "block_size" in change else 1.0
     coverage = {(192, 128): filled, (128, 128): full, (64, 64): 1.0}
-    mask, spec = SimpleNamespace(coverage=coverage.get), spec_like(**LONG | change)
+    mask = SimpleNamespace(coverage=coverage.get, density=0.9)
+    spec = spec_like(**LONG | change)
     assert hopper.forward_block_size_for(spec, mask) == (tile, min(tile, 128))
     assert ("tiles of the forward pass" in described(spec, mask)) == (tile == 192)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "heads", "measured"),
+    [
+        *((8192, 128, 0.925), (8192, 32, 0.966), (8192, 12, 0.924), (8192, 8, 1.041)),
+        *((4096, 16, 1.044), (2048, 512, 0.960), (16384, 6, 0.911), (1024, 768, 1.039)),
+    ],
+)
+def test_the_predicted_gain_of_higher_tiles_on_full_masks_is_the_measured_one(
+    seq_len, heads, measured
+):
+    """The measurements are those of the notebook, of an H100."""
+    spec = spec_like(batch=1, heads=heads, q_len=seq_len)
+    time = hopper_select.time_in_high_tiles(spec, masks.full()(seq_len))
+    assert time == pytest.approx(measured, rel=0.025)
 
 
 @pytest.mark.parametrize("seq_len", [8192, 16384])
