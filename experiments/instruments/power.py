@@ -138,17 +138,21 @@ def measure(case: "Case", seconds: float) -> tuple[list[Row], dict[str, str]]:
     """
     import torch
 
+    from experiments.check import SampledRows
     from experiments.measure import DTYPES, SkipReasons, checked, random_problem
     from experiments.timing import prepared
 
     directions = Passes.BOTH.directions
     method = Method("cuda", "bf16", directions, Clock.GRAPH, "sustained", 0.0, seed=0)
-    problem = random_problem(case, DTYPES[method.dtype], torch.device("cuda"), method.seed)
+    device = torch.device("cuda")
+    inputs, grad_out = random_problem(case, DTYPES[method.dtype], device, method.seed)
+    sampled_rows = SampledRows.of(case.problem.mask, device)
     skips = SkipReasons()
     rows = []
     for name in case.implementations:
         with skips.catch(name):
-            for direction, prepare in checked(name, case, method, *problem, skips).items():
+            passes = checked(name, case, method, inputs, grad_out, sampled_rows, skips)
+            for direction, prepare in passes.items():
                 with prepared(prepare, Clock.GRAPH) as sample:
                     rows.append(row_of(case, name, direction, sample, seconds))
     return rows, skips.reasons

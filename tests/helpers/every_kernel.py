@@ -91,19 +91,19 @@ def run(call: KernelCall, backend: str, head_dim: int, device: str) -> None:
         dtype=torch.float16, device=device,
     )  # fmt: skip
     leaves = [tensor.requires_grad_() for tensor in inputs[:3]]
-    mask = call.pattern(lengths, block_size=call.block_size, device=device)
+    mask = block_mask = call.pattern(lengths, block_size=call.block_size, device=device)
     gradients = backend != "hopper"  # of biases and of block scores, which hopper does not compute
     if options.pop("bias", False):
         distances = (HEADS, sum(lengths) - 1)
         options["bias"] = torch.randn(distances, device=device, requires_grad=gradients)
         leaves += [options["bias"]] * gradients
     if options.pop("select", False):
-        blocks = (BATCH, HEADS, mask.grid.nq, mask.grid.nk)
+        blocks = (BATCH, HEADS, block_mask.grid.nq, block_mask.grid.nk)
         scores = torch.rand(blocks, device=device, requires_grad=gradients)
-        mask = mask.select_topk(scores, 2)
+        mask = block_mask.select_topk(scores, 2)
         leaves += [scores] * gradients
     if options.pop("per_batch", False):
-        mask = masks.MaskBatch.from_masks([mask, ~mask])
+        mask = masks.MaskBatch.from_masks([block_mask, ~block_mask])
     if "key_lengths" in options:
         options["key_lengths"] = torch.tensor(options["key_lengths"], device=device)
     if "score" in options:

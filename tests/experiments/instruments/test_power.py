@@ -1,13 +1,16 @@
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from typer import BadParameter
 
-from experiments import suites
+from experiments import measure, suites
+from experiments.check import SampledRows
 from experiments.cli import Baseline
 from experiments.instruments import power
 from tests.helpers.instruments import pretend_gpu
@@ -95,6 +98,23 @@ def test_a_row_leaves_out_the_first_samples(monkeypatch):
     assert row.capped == pytest.approx(4 / 6)  # two of eight are not counted
     assert row.rested_tflops == pytest.approx(4 * 8192**2 * 128 * 64 / 2e9)
     assert row.sustained_tflops == row.rested_tflops / 2
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_implementations_are_checked_before_they_are_timed(monkeypatch):
+    case = next(power.problems((power.IMPLEMENTATION, Baseline.CUDNN)))
+    checked = mock.create_autospec(measure.checked, side_effect=RuntimeError("no such kernel"))
+    monkeypatch.setattr(measure, "checked", checked)
+    monkeypatch.setattr(measure, "random_problem", lambda *_: ([], None))
+    monkeypatch.setattr(SampledRows, "of", lambda mask, device: None)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        power.measure(case, 1.0)
+    dense = replace(case, implementations=(Baseline.CUDNN,))
+    assert power.measure(dense, 1.0) == ([], {Baseline.CUDNN: "no such kernel"})
+    assert [call.args[0] for call in checked.call_args_list] == [
+        power.IMPLEMENTATION,
+        Baseline.CUDNN,
+    ]
 
 
 @pytest.mark.usefixtures("on_cpu")
