@@ -267,7 +267,7 @@ def heads_per_group_of(
     One head does not suffice then, because its short rows cannot fill the idle time that its long
     rows leave. It is all heads if the longest row of the last group would run alone for more than
     MAX_TAIL of the total time. The host does not know the rows of a mask whose blocks the device
-    chooses, so ASSUMED_IMBALANCE stands for theirs.
+    chooses, so it assumes ASSUMED_IMBALANCE.
 
     Args:
         spec: Spec of the call.
