@@ -51,6 +51,7 @@ class ArenaCLI(LightningCLI):
             *args,
             seed_everything_default=0,
             save_config_kwargs={"overwrite": True},
+            parser_kwargs={"prog": "python -m experiments.lra"},
             **options,
         )
 

@@ -120,6 +120,16 @@ def test_all_options_can_be_asked_for(monkeypatch):
     assert sys.argv[1:] == ["fit", "--help"]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_unknown_option_is_answered_with_the_command_that_was_given(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["__main__.py", "fit", "--nosuch"])
+    with pytest.raises(SystemExit):
+        entry.main()
+    printed = capsys.readouterr().err
+    assert printed.startswith("usage: python -m experiments.lra [options] fit ")
+    assert "__main__.py" not in printed
+
+
 def test_an_accuracy_without_an_error_has_no_distance_in_errors(capsys):
     result = {"task": "t", "stuck": False, "floors": {}, "moved discs": {}}
     tested = {"test/accuracy": 0.0, "test/standard_error": 0.0, "test/class_prior": 0.25}
