@@ -42,7 +42,7 @@ def carry_out(cases: Cases, method: Method, path: Path, resume: bool, roofline: 
         roofline: Whether to measure the roofline of the device too.
 
     Raises:
-        typer.Exit: The run was interrupted, or a result was wrong.
+        typer.Exit: The run was interrupted, a result was wrong, or a file cannot be written.
         typer.BadParameter: The record cannot be resumed, or no backend can compute a call.
     """
     console = wide_console()
@@ -58,6 +58,9 @@ def carry_out(cases: Cases, method: Method, path: Path, resume: bool, roofline: 
         raise typer.Exit(INTERRUPTED) from None
     except CheckError as error:
         console.print(f"[red]Wrong result; the run ends:[/] {escape(str(error))}")
+        raise typer.Exit(1) from None
+    except OSError as error:
+        console.print(f"[red]{escape(str(path))} cannot be written:[/] {escape(str(error))}")
         raise typer.Exit(1) from None
     except BackendError as error:
         raise typer.BadParameter(str(error)) from None

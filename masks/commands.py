@@ -204,7 +204,8 @@ def gallery(
         for section in sections(entries):
             shown.append(section)
             progress(len(shown), len(entries))
-    written = write(output, shown)
+    with usage_errors("--output"):
+        written = write(output, shown)
     if not as_json:
         print(f"wrote {written}")
         return

@@ -78,7 +78,8 @@ def test_limits_are_measured_once_for_a_record(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "saved"), [(KeyboardInterrupt, INTERRUPTED, True), (CheckError, 1, False)]
+    ("error", "code", "saved"),
+    [(KeyboardInterrupt, INTERRUPTED, True), (CheckError, 1, False), (OSError, 1, False)],
 )
 def test_a_run_that_breaks_off_says_so_by_its_exit_code(tmp_path, monkeypatch, error, code, saved):
     def run(plan, method, record, path, console):

@@ -165,3 +165,12 @@ def test_bad_input_of_gallery_and_diff_is_named(arguments, named):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert named in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_gallery_that_cannot_be_written_is_one_sentence(tmp_path):
+    module = tmp_path / "own.py"
+    module.write_text("import masks\nx = masks.full()")
+    size = ("--seq-len", 64, "--block-size", 16)
+    result = invoke("gallery", "--module", module, "--only", *size, "--output", module / "x")
+    assert result.exit_code == 2
+    assert "--output: [Errno" in result.output
