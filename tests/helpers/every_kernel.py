@@ -6,10 +6,12 @@ With PART/PARTS, such as 0/4, only every PARTS-th call from number PART on is ma
 processes can share the calls.
 """
 
+import math
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -43,7 +45,8 @@ class KernelCall(NamedTuple):
 
     options: keyword arguments of attention, and these of this module: key_lengths, a list; bias,
         whether there is one; select, whether the device selects blocks of the mask; per_batch,
-        whether every batch element has a mask of its own
+        whether every batch element has a mask of its own; high_tiles, whether the forward kernel
+        reads tiles of 192 queries, which are otherwise selected by predicted time
     """
 
     pattern: masks.Pattern
@@ -80,6 +83,14 @@ def kernel_calls(backend: str, head_dim: int) -> list[KernelCall]:
         # More block rows than CTAs, in all passes: a CTA computes several.
         calls += [KernelCall(LOCAL, LONGER, block_size) for block_size in (64, 128)]
         calls.append(KernelCall(WIDE, LONGER, options={"deterministic": False}))
+    if backend == "hopper" and head_dim == configs.MIN_TILE_WIDTH:
+        high = {"high_tiles": True}
+        calls += [KernelCall(pattern, options=high) for pattern in patterns]
+        calls += [
+            KernelCall(BEFORE, options=high | {"return_max_logits": True}),
+            KernelCall(LOCAL, options=high | {"key_lengths": [0, 170]}),
+            KernelCall(LOCAL, LONGER, options=high),
+        ]
     return calls
 
 
@@ -109,9 +120,11 @@ def run(call: KernelCall, backend: str, head_dim: int, device: str) -> None:
     if "score" in options:
         document = torch.arange(max(lengths), device=device).expand(BATCH, -1) // 100
         options["score_tensors"] = [document, torch.ones(HEADS, device=device)]
-    out, lse, *_ = sparseflash.attention(
-        *inputs[:3], mask, backend=backend, return_lse=True, **options
-    )
+    limit = math.inf if options.pop("high_tiles", False) else configs.MAX_TIME_IN_TILES_OF_192
+    with mock.patch.object(configs, "MAX_TIME_IN_TILES_OF_192", limit):
+        out, lse, *_ = sparseflash.attention(
+            *inputs[:3], mask, backend=backend, return_lse=True, **options
+        )
     torch.autograd.grad((out, lse), leaves, (inputs[3], torch.ones_like(lse)))
 
 
