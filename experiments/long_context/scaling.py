@@ -17,8 +17,9 @@ compared with those of the all-gather. On CPUs it uses gloo and small sizes.
 - Weak efficiency compares the useful FLOP/s of a rank with those of a single rank, because with
   most patterns the work of a token grows with the sequence.
 
-It writes long-context-KIND-RANKS-<device>.json and pictures. The name also has the chosen tokens,
-and the heads if keys have fewer: long-context-strong-2m-16-4-heads-2-<device>.json.
+It writes long-context-KIND-RANKS-<device>.json and pictures. The name also has the tokens and the
+heads that are not the default: long-context-strong-2m-16-4-heads-2-<device>.json. A record is only
+replaced with --overwrite.
 """
 
 import os
@@ -29,11 +30,11 @@ from typing import Annotated, cast
 
 import typer
 
-from experiments.cli import RESULTS, Output, Overwrite, usage_errors
+from experiments.cli import RESULTS, Output, usage_errors
 from experiments.instruments import Log, command
 from experiments.long_context.choices import Kind
 
-TOKENS_A_RANK, TOKENS = 2**17, 2**20
+TOKENS_A_RANK, TOKENS, HEADS = 2**17, 2**20, 16
 
 
 def main(
@@ -60,7 +61,9 @@ def main(
     ] = None,
     seconds: Annotated[float, typer.Option(help="Start no case after this many seconds.")] = 480.0,
     output: Output = RESULTS,
-    overwrite: Overwrite = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Allow to replace records.")
+    ] = False,
 ) -> None:
     """Measure weak or strong scaling on the processes of torchrun."""
     begin = time.monotonic()
@@ -96,6 +99,10 @@ def main(
         facts = {"machine": asdict(rates), "predicted": [asdict(each) for each in said]}
         facts |= {"window": window, "torchrun": count, "kind": kind}
         log = Log(name, device.type, output, overwrite, **facts)
+        if log.path.exists() and not overwrite:
+            raise typer.BadParameter(
+                f"{log.path} exists: give another --output, or --overwrite to replace it"
+            )
         log.add("begin", [], {}, complete=dry_run)
     if not dry_run:
         # All ranks make all groups.
@@ -131,7 +138,8 @@ def _choices(tokens: int | None, heads: int, kv_heads: int) -> list[str]:
     binary = {"m": 2**20, "k": 2**10, "": 1}
     unit = next(name for name, size in binary.items() if (tokens or 1) % size == 0)
     found = [] if tokens is None else [f"{tokens // binary[unit]}{unit}"]
-    return found if heads == kv_heads else [*found, f"{heads}-{kv_heads}-heads"]
+    default = heads == kv_heads == HEADS
+    return found if default else [*found, f"{heads}-{kv_heads}-heads"]
 
 
 if __name__ == "__main__":

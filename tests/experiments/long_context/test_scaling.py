@@ -116,7 +116,20 @@ def test_names_of_records_have_the_chosen_sizes():
     assert scaling._choices(None, 16, 16) == []
     assert scaling._choices(2**21, 16, 16) == ["2m"]
     assert scaling._choices(3 * 2**17, 32, 8) == ["384k", "32-8-heads"]
-    assert scaling._choices(1000, 4, 4) == ["1000"]
+    assert scaling._choices(1000, 4, 4) == ["1000", "4-4-heads"]
+
+
+def test_a_record_is_only_replaced_if_asked(tmp_path):
+    arguments = ["weak", "--dry-run", "--only", "window", *SMALL, "--output", str(tmp_path)]
+    assert run(*arguments).exit_code == 0
+    (path,) = tmp_path.glob("*.json")
+    before = path.read_bytes()
+    again = run(*arguments, "--window", "384")
+    assert again.exit_code == 2
+    assert "--overwrite" in again.output
+    assert path.read_bytes() == before
+    assert run(*arguments, "--window", "384", "--overwrite").exit_code == 0
+    assert path.read_bytes() != before
 
 
 def test_what_does_not_fit_is_skipped():
