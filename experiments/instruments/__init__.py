@@ -14,13 +14,22 @@ from typing import Any
 import typer
 from rich.markup import escape
 
-from experiments.cli import output_file
+from experiments.cli import output_file, output_folder
+from experiments.files import record_path
 
 
 class Log:
     """The rows of an instrument, on disk and as a table."""
 
-    def __init__(self, name: str, device: str, output: Path, overwrite: bool, **facts: object):
+    def __init__(
+        self,
+        name: str,
+        device: str,
+        output: Path,
+        overwrite: bool,
+        measured_on: str | None = None,
+        **facts: object,
+    ):
         """An empty log.
 
         Args:
@@ -28,13 +37,19 @@ class Log:
             device: "cpu" or "cuda".
             output: Folder of the file.
             overwrite: Whether the folder may be that of the shipped records.
+            measured_on: Full name of the device whose figures these are, in the name of the file;
+                by default that of this machine.
             facts: What the file says of all rows.
         """
         import torch
 
         from experiments.environment import environment
 
-        self.path = output_file(output, name, device, overwrite)
+        if measured_on is None:
+            self.path = output_file(output, name, device, overwrite)
+        else:
+            self.path = record_path(output_folder(output, overwrite), name, measured_on)
+            facts = {"measured_on": measured_on, **facts}
         self.facts = {"environment": environment(torch.device(device)), **facts}
         self.rows: list[Any] = []
         self.skipped: dict[str, dict[str, str]] = {}

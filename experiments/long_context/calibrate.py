@@ -88,13 +88,10 @@ def main(
     facts = {
         "machine": asdict(machine),
         "records": [path.name for path in records],
-        "measured_on": device,
         "median_error": statistics.median(errors),
         "most_error": max(errors),
     }
-    log = Log(
-        "long-context-machine", "cuda" if "NVIDIA" in device else "cpu", output, overwrite, **facts
-    )
+    log = Log("long-context-machine", "cpu", output, overwrite, device, **facts)
     log.add("end", rows, {}, complete=True)
     figures = {
         "ranks": lambda row: f"{row.ranks}",

@@ -93,6 +93,16 @@ def test_the_command_writes_what_simulate_reads(points, said, tmp_path):
     assert len(record["rows"]) == len(points)
 
 
+def test_records_of_a_gpu_are_read_without_one(points, said, tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(record_of(points, said, "NVIDIA H100 80GB HBM3")))
+    assert run(str(path), "--output", str(tmp_path)).exit_code == 0
+    written = tmp_path / "long-context-machine-nvidia-h100-80gb-hbm3.json"
+    record = json.loads(written.read_text())
+    assert record["measured_on"] == "NVIDIA H100 80GB HBM3"
+    assert record["environment"]["device"] != record["measured_on"]
+
+
 def test_wrong_records_are_named(points, said, tmp_path):
     first, second, third = (tmp_path / f"{i}.json" for i in range(3))
     first.write_text(json.dumps(record_of(points, said)))
