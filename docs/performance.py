@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
 sys.path.insert(0, str(Path(__file__).parent))  # where docs is no package
 
 from io_complexity import THEORY, io_complexity
+from long_context import TEXT as LONG_CONTEXT
+from long_context import WEAK, long_context
 from records import (
     DEVICE,
     DIRECTIONS,
@@ -341,6 +343,7 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
         "[Hopper kernels](design/hopper-kernels.md) describes the kernels of sparseflash.",
         counters,
     ),
+    (WEAK, "Context parallelism on two GPUs", LONG_CONTEXT, long_context),
     ("io-complexity", "Theory and measurement", THEORY, io_complexity),
     (
         "power",

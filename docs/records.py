@@ -74,11 +74,11 @@ def picture(record: dict, name: str, title: str, folder: str) -> str:
 
     Args:
         record: A record of `load`.
-        name: Name of the picture after the stem of the record.
+        name: Name of the picture after the stem of the record; empty if there is only one.
         title: Text in place of the picture.
         folder: Path of the folder of records from the page.
     """
-    file = f"{record['stem']}-{name}.png"
+    file = f"{'-'.join(filter(None, (record['stem'], name)))}.png"
     return f"![{title}]({folder}/{file})" if (RESULTS / file).exists() else ""
 
 

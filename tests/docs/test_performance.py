@@ -104,6 +104,25 @@ def test_the_readme_has_a_table_and_a_sentence_for_every_other_device(
     assert "End.<!-- devices --> On one NVIDIA H100" in shown
 
 
+def test_context_parallelism_has_the_records_of_a_device_and_explains_those_it_knows(
+    performance, tmp_path
+):
+    assert "Context parallelism" not in performance.page()
+    shipped = SOURCE.parents[1] / "experiments/results"
+    for name in ("weak-128k-2", "strong-256k-2"):
+        (path,) = shipped.glob(f"long-context-{name}-nvidia-h100-*.json")
+        text = path.read_text()
+        (tmp_path / path.name).write_text(text)
+        (tmp_path / path.name.replace(STEMS[H100], STEMS[H200])).write_text(text)
+    page = performance.page()
+    assert page.count("## Context parallelism on two GPUs") == 1
+    assert page.count("**Weak scaling, 131,072 tokens a GPU, 16 heads**") == 2
+    assert page.count("**Strong scaling, 262,144 tokens, 16 heads**") == 2
+    assert page.count("**What does not: butterfly.**") == 1
+    assert "an all-gather | 131,072 tokens a GPU, 16 heads | window | 1.19x | **no** |" in page
+    assert "**The time model on two GPUs**" not in page
+
+
 def test_gaps_name_the_parts_above_their_noise_and_what_to_change(performance, tmp_path):
     assert "Gap to the ideal" not in performance.page()
     gap = {

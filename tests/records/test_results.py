@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "experiments/results").rglob("*.json"))
 DOCUMENTS = [
     ROOT / "docs/performance.py",
+    ROOT / "docs/long_context.py",
     ROOT / "docs/paper.py",
     *(ROOT / "docs").rglob("*.md"),
     *(ROOT / "experiments/lra").rglob("*.md"),
