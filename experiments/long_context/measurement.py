@@ -27,6 +27,7 @@ from sparseflash.distributed.simulation import Attention
 TOLERANCE = (
     0.05  # relative to the largest value; parts are rounded to bfloat16 before they are merged
 )
+SETTLE_S = 0.3  # time for runs before an implementation is timed: rested GPUs have higher clocks
 BUDGET_S = 1.0  # time for the runs of one pass of one implementation
 MAX_RUNS = 10
 OWN = (Way.PLAN, 1)  # the reference of efficiency
@@ -249,6 +250,7 @@ def _row(
     def both() -> object:
         return _passes(attend, own)
 
+    _settle(setting, both)
     forward_ms, total_ms = _time(setting, forward), _time(setting, both)
     silent = (forward_ms, total_ms)
     if setting.group is not None:
@@ -294,6 +296,13 @@ def _time(setting: Setting, run: Callable[[], object]) -> float:
     first = max(_once(setting, run) for _ in range(2))
     runs = int(max(3, min(MAX_RUNS, BUDGET_S * 1e3 / _over_ranks(setting, first))))
     return statistics.median(_once(setting, run) for _ in range(runs))
+
+
+def _settle(setting: Setting, run: Callable[[], object]) -> None:
+    """Runs for SETTLE_S, so that no implementation is timed on a GPU that has rested."""
+    spent = 0.0
+    while setting.device.type == "cuda" and spent < SETTLE_S * 1e3:
+        spent += _once(setting, run)
 
 
 def _once(setting: Setting, run: Callable[[], object]) -> float:

@@ -12,7 +12,8 @@ compared with those of the all-gather. On CPUs it uses gloo and small sizes.
   rates of the prediction, which `experiments.long_context.calibrate` fits to other records. With
   --dry-run it only plans and predicts, and needs no other process.
 - An implementation that does not fit the memory of a device is skipped, and the record says so.
-- A time is the median over runs of the slowest rank. Ranks start each run at the same time.
+- A time is the median over runs of the slowest rank. Ranks start each run at the same time, and
+  GPUs are busy for a while before, because a rested GPU has a higher clock.
 - Exposed communication is the time minus the time of the same run without exchanges.
 - Weak efficiency compares the useful FLOP/s of a rank with those of a single rank, because with
   most patterns the work of a token grows with the sequence.

@@ -159,6 +159,17 @@ def test_what_does_not_fit_is_skipped():
     assert skipped[Way.RING].startswith("needs about 0 of 0 GB")
 
 
+@pytest.mark.parametrize(("device", "runs"), [("cuda", 4), ("cpu", 0)])
+def test_a_gpu_is_busy_before_it_is_timed(device, runs):
+    setting = measurement.Setting(Kind.WEAK, Attention(), None, 0, torch.device(device))
+    with (
+        mock.patch.object(measurement, "SETTLE_S", 0.4),
+        mock.patch.object(measurement, "_once", return_value=100.0) as once,
+    ):
+        measurement._settle(setting, lambda: None)
+    assert once.call_count == runs
+
+
 def test_wrong_options_are_named():
     assert "--ranks needs --dry-run" in run("weak", "--ranks", "8").output
     arguments = ["weak", "--dry-run", "--machine", __file__]
