@@ -409,8 +409,11 @@ def to_torch(mask: BlockMask, layout: torch.layout = torch.sparse_bsr) -> Tensor
         make = torch.sparse_csr_tensor
     else:
         raise ValueError(f"layout must be torch.sparse_bsr or torch.sparse_csr, got {layout}")
-    # Copies: of no elements numpy has an array of stride 0, which torch 2.11 refuses.
-    crow, column = (torch.tensor(part, dtype=torch.int64) for part in parts[:2])
+    # New tensors: an array without elements has stride 0 in numpy, which torch 2.11 refuses.
+    crow, column = (
+        torch.empty(len(part), dtype=torch.int64).copy_(torch.from_numpy(part))
+        for part in parts[:2]
+    )
     values = torch.from_numpy(parts[2])
     return make(crow, column, values, size=shape, device=mask.device, check_invariants=True)
 

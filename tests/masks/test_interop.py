@@ -109,7 +109,6 @@ def test_block_lists(name, shape):
 def test_torch_sparse(name, layout, shape):
     mask = MASKS[name](*shape)
     matrix = interop.to_torch(mask, layout)
-    assert matrix.col_indices().stride() == (1,)  # torch 2.11 refuses others
     q_len, k_len = mask.seq_len
     assert torch.equal(matrix.to_dense()[:q_len, :k_len], mask.to_dense())
     assert interop.from_torch(matrix, mask.block_size).crop(q_len, k_len) == mask
@@ -117,6 +116,14 @@ def test_torch_sparse(name, layout, shape):
         assert matrix.values().all()
         coo = mask.to_dense().float().to_sparse_coo()
         assert interop.from_torch(coo, mask.block_size) == mask
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+@pytest.mark.parametrize("layout", [torch.sparse_bsr, torch.sparse_csr])
+def test_indices_of_a_mask_without_blocks_have_the_stride_that_torch_requires(layout):
+    matrix = interop.to_torch((masks.full() - masks.full())(64, 16), layout)
+    assert matrix.col_indices().stride() == (1,)
 
 
 # torch 2.11 says so even of a tensor that it is told to check.

@@ -125,7 +125,7 @@ def test_what_no_query_attends_may_hold_nan():
 
 @pytest.mark.parametrize("lengths", [(0, 8), (8, 0)])
 def test_without_a_pair(lengths):
-    tensors = [x.requires_grad_() for x in inputs("cpu", lengths)]
+    tensors = [x.requires_grad_() for x in inputs(FIRST, lengths)]
     out, found = sparseflash.attention(*tensors, return_max_logits=True)
     assert found.shape == out.shape[:3]
     assert found.isneginf().all()

@@ -336,7 +336,8 @@ def test_negated_views_are_read_with_their_sign(backend, device):
 
     same(gradient(negated), gradient(same_numbers))
     plain = torch.autograd.grad(attend(*same_numbers.unbind()).sum(), same_numbers)
-    same(gradient(same_numbers)[1:], plain)
+    # Another layout of grad_out may be read in other tiles, whose sums are rounded differently.
+    torch.testing.assert_close(gradient(same_numbers)[1:], plain, rtol=1e-5, atol=1e-5)
 
 
 def test_vmap_does_not_draw_dropout():
