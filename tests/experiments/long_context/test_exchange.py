@@ -100,7 +100,7 @@ def exposed(rank: int) -> dict:
 
     few = mock.patch.object(measurement, "MAX_RUNS", 3)
     with few, mock.patch.object(dist, "all_to_all_single", late):
-        rows = measurement.measure(setting, case)
+        rows, _ = measurement.measure(setting, case)
     return {row.implementation: (row.exposed_forward_ms, row.exposed_total_ms) for row in rows}
 
 
