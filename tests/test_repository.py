@@ -16,7 +16,7 @@ FLOORS = ("lra", "long-documents")  # whose records programs set beside what the
 
 def run(*command: str | Path) -> str:
     """What a command prints, run at the root; when it fails, so does the test, with all of it."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"{shlex.join(map(str, command))}\n{done.stdout}{done.stderr}"
     return done.stdout
 
