@@ -55,7 +55,8 @@ MISSING = {
 @app.callback(invoke_without_command=True)
 def status(context: typer.Context, data_root: Root = DATA) -> None:
     """List the data of each task, and how to get what is missing."""
-    if context.invoked_subcommand is not None:
+    if (command := context.invoked_subcommand) is not None:
+        context.default_map = {command: {"data_root": data_root}}  # an option before the command
         return
     there = {
         "text": _are_there(data_root / "aclImdb", IMDB_PARTS),

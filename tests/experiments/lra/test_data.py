@@ -54,6 +54,16 @@ def test_reviews_are_unpacked_and_checked(tmp_path, reviews):
     assert "exists already; move it away first" in told(run("imdb", archive, "--data-root", root))
 
 
+def test_the_folder_may_be_named_before_the_command(tmp_path, monkeypatch, reviews):
+    monkeypatch.chdir(tmp_path)
+    archive = packed(tmp_path / "a.tgz", reviews)
+    done = run("--data-root", "before", "imdb", archive)
+    assert done.exit_code == 0, done.output
+    done = run("--data-root", "before", "imdb", archive, "--data-root", "after")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "before/aclImdb").exists() and (tmp_path / "after/aclImdb").exists()
+
+
 def test_other_reviews_are_refused_and_nothing_is_left(tmp_path, reviews):
     (reviews / "test/pos/1_7.txt").write_text("This app is awesome")
     archive, root = packed(tmp_path / "a.tgz", reviews), tmp_path / "data"
