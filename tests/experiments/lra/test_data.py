@@ -61,7 +61,8 @@ def test_the_folder_may_be_named_before_the_command(tmp_path, monkeypatch, revie
     assert done.exit_code == 0, done.output
     done = run("--data-root", "before", "imdb", archive, "--data-root", "after")
     assert done.exit_code == 0, done.output
-    assert (tmp_path / "before/aclImdb").exists() and (tmp_path / "after/aclImdb").exists()
+    assert (tmp_path / "before/aclImdb").exists()
+    assert (tmp_path / "after/aclImdb").exists()
 
 
 def test_other_reviews_are_refused_and_nothing_is_left(tmp_path, reviews):
