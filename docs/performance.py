@@ -35,6 +35,7 @@ from records import (
 )
 
 from experiments.markdown import table, written
+from sparseflash.gap import LARGE
 
 PAGE, README = ROOT / "docs/performance.md", ROOT / "README.md"
 SHOWN = (2, 16, 16384, 128)  # batch, heads, tokens and head dim of the README's table
@@ -194,11 +195,27 @@ def gaps(record: dict) -> str:
         "The ideal time is s times the time of the full mask. A part that does not exceed its "
         "noise is 0.",
         table(head, lines),
+        unexplained(found),
     ]
     if changes:
         told.append("What would reduce the largest parts:")
         told.append("\n".join(f"- {name}: {change}" for name, change in changes.items()))
     return "\n\n".join(told)
+
+
+def unexplained(gaps: list[dict]) -> str:
+    """The largest remainder over the measured time, and those that `explain` points out."""
+    shares = {
+        f"`{gap['pattern']}` {gap['direction']}": gap["parts"]["remainder"] / gap["measured"]
+        for gap in gaps
+    }
+    largest = max(map(abs, shares.values()))
+    said = f"The remainder is at most {100 * largest:.1f} % of the measured time."
+    above = [f"{n} {100 * s:+.1f} %" for n, s in shares.items() if abs(s) > LARGE]
+    if above:
+        limit = f"{100 * LARGE:g} %"
+        said += f" Above {limit}, where the parts do not explain the gap: {', '.join(above)}."
+    return said
 
 
 def above_noise(gap: dict, part: str) -> bool:

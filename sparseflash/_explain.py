@@ -220,22 +220,22 @@ def explain(
         "dense": dense,
     }
     if not isinstance(compiled, BlockMask):
-        return replace(explanation, **_times(*_measured(runs, progress, query, key, value)))
+        return replace(explanation, **_times(*_measured(runs, progress, {}, query, key, value)))
     reblocked = compiled.reblock(chosen.block_size_for(spec, compiled))
     without = variants(reblocked)
     runs |= {name: partial(attend, mask=each) for name, each in without.items()}
-    passes, sustained = _measured(runs, progress, query, key, value)
-    gaps = [
-        split(
-            {name: of for name, of in timed.items() if name != "dense"},
-            without,
-            reblocked.density,
-            compiled.density,
-            _filled(spec, chosen, compiled, direction),
-            _filled(spec, chosen, full, direction),
-        )
-        for direction, timed in zip(io_model.DIRECTIONS, passes, strict=True)
-    ]
+
+    def gap(filled: float, filled_by_full: float, timed: Pass) -> Gap:
+        turns = {name: of for name, of in timed.items() if name != "dense"}
+        densities = reblocked.density, compiled.density
+        return split(turns, without, *densities, filled, filled_by_full)
+
+    gap_of = {
+        d: partial(gap, *(_filled(spec, chosen, each, d) for each in (compiled, full)))
+        for d in io_model.DIRECTIONS
+    }
+    passes, sustained = _measured(runs, progress, gap_of, query, key, value)
+    gaps = [gap_of[d](timed) for d, timed in zip(io_model.DIRECTIONS, passes, strict=True)]
     times = _times(passes, sustained)
     return replace(explanation, **times, forward_gap=gaps[0], backward_gap=gaps[1])
 
@@ -244,24 +244,31 @@ Pass = dict[str, list[Turn]]  # the turns of each function, as many rounds
 
 
 def _measured(
-    runs: Mapping[str, Callable[..., Tensor]], progress: Progress | None, *tensors: Tensor
+    runs: Mapping[str, Callable[..., Tensor]],
+    progress: Progress | None,
+    gap_of: Mapping[str, Callable[[Pass], Gap]],
+    *tensors: Tensor,
 ) -> tuple[list[Pass], list[float | None]]:
     """The turns of the forward and of the backward pass of functions of query, key and value; and
-    the sustained milliseconds of "device".
+    the sustained milliseconds of "device". A pass is measured for longer if its gap is noisy.
     """
 
-    def of_pass(number: int) -> Progress:
+    def turns_of(number: int, runs: Mapping[str, Callable[[], object]]) -> Pass:
         def report(done: int, total: int) -> None:
             if progress is not None:
                 progress(number * total + done, 2 * total)
 
-        return report
+        def enough(turns: Pass) -> bool:
+            gap = gap_of.get(io_model.DIRECTIONS[number])
+            return gap is None or gap(turns).quiet
+
+        return rested_turns(runs, device, SECONDS, ROUNDS, report, enough)
 
     inputs = [x.clone().requires_grad_() for x in tensors]
     device = inputs[0].device
     forward = {name: partial(run, *inputs) for name, run in runs.items()}
     with torch.no_grad():
-        passes = [rested_turns(forward, device, SECONDS, ROUNDS, of_pass(0))]
+        passes = [turns_of(0, forward)]
         sustained = [sustained_ms(forward["device"], device)]
     outs = {name: run() for name, run in forward.items()}
     grad = torch.randn_like(outs["device"])
@@ -269,7 +276,7 @@ def _measured(
         name: partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
         for name, out in outs.items()
     }
-    passes.append(rested_turns(backward, device, SECONDS, ROUNDS, of_pass(1)))
+    passes.append(turns_of(1, backward))
     sustained.append(sustained_ms(backward["device"], device))
     return passes, sustained
 

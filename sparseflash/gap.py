@@ -7,21 +7,25 @@ ideal. It is split by timing masks that remove one cause after another:
     whole        the same blocks, all full
     contiguous   the same number of full blocks in every row, side by side
     equal        the same number of full blocks in total, side by side, in rows of equal length
-    twice        rows of twice that length
+    longer       rows of eight times that length, or of all blocks
 
 Most parts are the difference of two neighbours in this list. A row takes the time of its prologue
-and epilogue, and the time of its blocks. `twice` has the same rows with twice as many blocks, so
-its difference to `equal` is the time of the blocks. The rest of `equal` is prologues and
-epilogues.
+and epilogue, and the time of its blocks. `longer` has the same rows with eight times as many
+blocks, so its difference to `equal` is the time of seven times the blocks. The rest of `equal` is
+prologues and epilogues. What a block takes longer in a short row is among them: the loads of Q and
+the stores of O of a row of few blocks take longer than its products, which cannot hide them. Rows
+of only twice the length would be short, too, and an error of 1 % in their time would be one of 2 %
+in the time of the blocks.
 
-The last wave of work tiles may leave a part of the device idle: the tail of the grid. Only the
-part of it counts that exceeds the tail of the full mask times the density. "Launch and host" is
-the time by which the host takes longer to enqueue a call than the device to run it. All parts and
-the ideal time add up to the measured time.
+The last wave of work tiles may leave a part of the device idle: the tail of the grid. The full
+mask has prologues, epilogues and a tail, too. Only the part of them counts that exceeds the
+density times those of the full mask. "Launch and host" is the time by which the host takes longer
+to enqueue a call than the device to run it. All parts and the ideal time add up to the measured
+time.
 
 All times are rested (see sparseflash.timing). Differences are taken within a round, so a change of
 speed between rounds cancels. A part is the median over rounds, and its noise is half of the
-confidence interval of this median.
+confidence interval of this median. There are more rounds if the remainder is noisy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,8 +39,11 @@ from masks import BlockMask
 from sparseflash.timing import Turn
 
 ROUNDS = 6  # least number of rounds
-SECONDS = 3.0  # time of a pass after which no further round begins
+SECONDS = 3.0  # time of a pass after which no further round begins, unless the remainder is noisy
 CONFIDENCE = 0.95
+LONGER = 8  # length of the rows of the variant "longer", over that of "equal"
+LARGE = 0.05  # share of the measured time above which a remainder is pointed out
+QUIET = 0.01  # share of the measured time below which the noise of the remainder is small enough
 # For a normal distribution: standard deviation over median absolute deviation; standard error of
 # the median over that of the mean.
 NORMAL_DEVIATION, MEDIAN_ERROR = 1.4826, 1.2533
@@ -77,6 +84,16 @@ class Gap:
         changed = (part for part in above if part != "remainder")
         return max(changed, key=lambda part: self.parts[part], default=None)
 
+    @property
+    def remainder(self) -> float:
+        """The remainder over the measured time: the share that the parts do not explain."""
+        return self.parts["remainder"] / self.measured
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the noise of the remainder is at most 1 % of the measured time."""
+        return self.noise["remainder"] <= QUIET * self.measured
+
     def __str__(self) -> str:
         gap = self.measured - self.ideal
         lines = [f"{self.measured:.3f} ms, ideal {self.ideal:.3f}, gap {gap:+.3f}"]
@@ -86,6 +103,14 @@ class Gap:
             for name, cost in self.parts.items()
             if cost or self.noise[name]
         ]
+        if abs(self.remainder) > LARGE:
+            noise = self.noise["remainder"] / self.measured
+            known = "the parts do not explain it"
+            noisy = "it is within its noise, so measure again with nothing else on the device"
+            lines.append(
+                f"the remainder is {self.remainder:+.0%} ± {noise:.0%} of the measured time, "
+                f"above {LARGE:.0%}: {known if abs(self.remainder) > noise else noisy}"
+            )
         if self.largest is None:
             return "\n  ".join([*lines, "no part with a known change exceeds its noise"])
         share = self.parts[self.largest] / self.measured
@@ -104,7 +129,7 @@ def variants(mask: BlockMask) -> dict[str, BlockMask]:
         "whole": blocks,
         "contiguous": _windows(counts, columns),
         "equal": _windows(equal, columns),
-        "twice": _windows((2 * equal).clamp(max=columns), columns),
+        "longer": _windows((LONGER * equal).clamp(max=columns), columns),
     }
     sizes = {"block_size": mask.block_size, "seq_len": mask.seq_len}
     return {name: BlockMask.from_blocks(matrix, **sizes) for name, matrix in matrices.items()}
@@ -179,11 +204,12 @@ def _parts(
     filled: float,
     filled_by_full: float,
 ) -> dict[str, float]:
-    blocks, twice = masks["equal"].nnz_blocks, masks["twice"].nnz_blocks
+    blocks, longer = masks["equal"].nnz_blocks, masks["longer"].nnz_blocks
     equal, ideal = times["equal"], times["full"] * density
     of_blocks = equal
-    if twice > blocks:
-        of_blocks = (times["twice"] - equal) / (twice - blocks) * blocks
+    if longer > blocks:
+        of_blocks = (times["longer"] - equal) / (longer - blocks) * blocks
+    of_rows = (equal - of_blocks) * filled  # as many rows as those of the full mask
     in_tiles = of_blocks * filled
     in_blocks = in_tiles * density / tile_density if tile_density else 0.0
     return {
@@ -192,7 +218,7 @@ def _parts(
         "gather": times["whole"] - times["contiguous"],
         "load imbalance": times["contiguous"] - equal,
         "tail of the grid": equal * (1 - filled) - ideal * (1 - filled_by_full),
-        "prologue and epilogue": (equal - of_blocks) * filled,
+        "prologue and epilogue": of_rows * (1 - density),
         "tiles of another size": in_tiles - in_blocks,
-        "remainder": in_blocks - ideal * filled_by_full,
+        "remainder": in_blocks - (ideal * filled_by_full - of_rows * density),
     }

@@ -13,7 +13,7 @@ first, so a drift within a round adds the same time to each function.
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean, median
 from typing import NamedTuple
@@ -30,6 +30,7 @@ SETTLE_MS, SUSTAINED_MS = 100.0, 100.0  # of calls under continuous load, not co
 CPU_MS, CPU_CALLS = 2.0, 20  # most time and most calls of a turn on a CPU
 ESTIMATES = 3  # calls from which the number of calls of a turn is computed
 MOST_ROUNDS = 50
+EXTENDED = 2.0  # most time of rounds that are not enough, over that of rounds that are
 
 Run = Callable[[], object]
 Progress = Callable[[int, int], None]
@@ -68,15 +69,18 @@ def rested_turns(
     seconds: float,
     least_rounds: int,
     progress: Progress | None = None,
+    enough: Callable[[dict[str, list[Turn]]], bool] = lambda turns: True,
 ) -> dict[str, list[Turn]]:
     """Measures functions in rounds.
 
     Args:
         runs: Functions without arguments, by name.
         device: Device on which they run.
-        seconds: Time after which no further round begins.
+        seconds: Time after which no further round begins, unless there are not enough.
         least_rounds: Least number of rounds, whatever time they take.
         progress: Called with (rounds, least_rounds) after each of the least rounds.
+        enough: Called with the times of all rounds: whether they are enough. As long as it says
+            no, further rounds begin until twice `seconds` have passed.
 
     Returns:
         For each function its time in each round, the mean of its two turns.
@@ -88,9 +92,13 @@ def rested_turns(
             HOST_AHEAD * max(calls.enqueued_ms for calls in planned.values()),
         )
         rounds: list[dict[str, Turn]] = []
-        end = time.perf_counter() + seconds
+        begin = time.perf_counter()
         while len(rounds) < MOST_ROUNDS:
-            if len(rounds) >= least_rounds and time.perf_counter() > end:
+            passed = time.perf_counter() - begin
+            if len(rounds) >= least_rounds and (
+                passed > EXTENDED * seconds
+                or (passed > seconds and enough(_by_name(planned, rounds)))
+            ):
                 break
             first = len(rounds) % len(planned)
             order = [*planned, *planned][first : first + len(planned)]
@@ -102,7 +110,11 @@ def rested_turns(
             )
             if progress is not None and len(rounds) <= least_rounds:
                 progress(len(rounds), least_rounds)
-    return {name: [of[name] for of in rounds] for name in planned}
+    return _by_name(planned, rounds)
+
+
+def _by_name(names: Iterable[str], rounds: Sequence[Mapping[str, Turn]]) -> dict[str, list[Turn]]:
+    return {name: [of_round[name] for of_round in rounds] for name in names}
 
 
 def median_ms(runs: Mapping[str, Run], device: torch.device, seconds: float) -> dict[str, float]:

@@ -144,3 +144,10 @@ def test_gaps_name_the_parts_above_their_noise_and_what_to_change(performance, t
     assert "| `local(16)` | forward | 1.250 | 1.000 | +0.200 | +0.010 | gather |" in page
     assert "| `local(16)` | backward | 1.250 | 1.000 | +0.200 | +0.010 | none |" in page
     assert "\n- gather: reorder the tokens\n" in page
+    assert "\nThe remainder is at most 0.8 % of the measured time.\n" in page
+    large = gap | {"parts": gap["parts"] | {"remainder": -0.1}}
+    speedup(tmp_path, H100, gaps=[none, large])
+    above = (
+        "at most 8.0 % of the measured time. Above 5 %, where the parts do not explain the gap:"
+    )
+    assert f"{above} `local(16)` forward -8.0 %.\n" in performance.page()

@@ -101,7 +101,7 @@ def timed(monkeypatch):
     """What is timed, in order; the n-th takes n ms forward and 10 n backward."""
     found = []
 
-    def measured(runs, progress, *tensors):
+    def measured(runs, progress, gap_of, *tensors):
         found.extend(runs.values())
         passes = [
             {name: [Turn(ms * n, 0.0)] * 5 for n, name in enumerate(runs, 1)} for ms in (1, 10)
@@ -138,6 +138,24 @@ def test_the_call_the_full_mask_and_dense_attention_are_timed(timed):
         other = replace(found, dense=_explain.Times(*dense))
         assert other.dense_is_faster == faster
         assert ("dense attention is faster here" in str(other)) == faster
+
+
+def test_a_pass_is_measured_until_its_remainder_has_little_noise(monkeypatch):
+    asked = []
+
+    def turns(runs, device, seconds, least_rounds, progress, enough):
+        quiet = {name: [Turn(1.0, 0.0)] * 6 for name in runs}
+        noisy = quiet | {"full": [Turn(1.0 + n % 3, 0.0) for n in range(6)]}
+        asked.append((enough(quiet), enough(noisy)))
+        return quiet
+
+    monkeypatch.setattr(_explain, "rested_turns", turns)
+    sparseflash.explain(*tensors(), masks.local(3), measure=True)
+    assert asked == [(True, False)] * 2
+    asked.clear()
+    dynamic = masks.DynamicMask.from_blocks(torch.ones(7, 7).bool(), 16, 100)
+    sparseflash.explain(*tensors(), dynamic, measure=True)  # it has no gap
+    assert asked == [(True, True)] * 2
 
 
 def test_reasons_are_those_of_the_call_that_was_asked_for(monkeypatch):

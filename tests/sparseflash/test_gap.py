@@ -20,8 +20,8 @@ GLOBAL = masks.global_tokens(16) | masks.local(40)
 def test_every_variant_leaves_one_cause_out():
     mask = GLOBAL(512, block_size=16)
     made = variants(mask)
-    whole, contiguous, equal, twice = (
-        made[name] for name in ("whole", "contiguous", "equal", "twice")
+    whole, contiguous, equal, longer = (
+        made[name] for name in ("whole", "contiguous", "equal", "longer")
     )
     assert mask.partial_blocks > 0
     assert all(each.partial_blocks == 0 for each in made.values())
@@ -30,14 +30,14 @@ def test_every_variant_leaves_one_cause_out():
     for each in (equal, equal.T):
         counts = each.blocks_per_row()
         assert counts.max() - counts.min() <= 2
-    assert torch.equal(twice.blocks_per_row(), 2 * equal.blocks_per_row())
+    assert torch.equal(longer.blocks_per_row(), (8 * equal.blocks_per_row()).clamp(max=32))
     # Side by side, but for the ends of the sequence: no more than two runs in a row.
     starts = contiguous.to_blocks().int().diff(dim=-1, prepend=torch.zeros(32, 1)) == 1
     assert starts.sum(-1).max() <= 2
 
 
 def test_variants_of_a_full_mask_and_of_several_heads():
-    assert variants(masks.full()(64, block_size=16))["twice"] == masks.full()(64, block_size=16)
+    assert variants(masks.full()(64, block_size=16))["longer"] == masks.full()(64, block_size=16)
     heads = masks.stack([masks.local(3), GLOBAL])(256, block_size=16)
     made = variants(heads)
     assert made["equal"].num_heads == 2
@@ -46,18 +46,22 @@ def test_variants_of_a_full_mask_and_of_several_heads():
     assert clipped.seq_len == (50, 90)
 
 
-def planted(mask, host=0.0, partial=0.0, gather=0.0, imbalance=0.0, row=0.0, block=1e-3):
-    """Times of a device on which causes cost just so much; the full mask has `block` alone."""
+def planted(
+    mask, host=0.0, partial=0.0, gather=0.0, imbalance=0.0, row=0.0, block=1e-3, least=0.0
+):
+    """Times of a device on which causes cost just so much; a row takes `least` or longer."""
     made = variants(mask)
-    rows = mask.grid.nq
-    twice = rows * row + made["twice"].nnz_blocks * block
-    equal = rows * row + made["equal"].nnz_blocks * block
+
+    def of(each):
+        return float((row + each.blocks_per_row().double() * block).clamp(min=least).sum())
+
+    equal = of(made["equal"])
     contiguous = equal + imbalance
     whole = contiguous + gather
     times = {
         "device": whole + partial,
-        "full": rows**2 * block,
-        **{"whole": whole, "contiguous": contiguous, "equal": equal, "twice": twice},
+        "full": of(masks.full()(mask.seq_len, block_size=mask.block_size)),
+        **{"whole": whole, "contiguous": contiguous, "equal": equal, "longer": of(made["longer"])},
     }
     return {name: [Turn(time, host)] for name, time in times.items()}, made
 
@@ -75,10 +79,11 @@ def test_causes_are_found_and_add_up(filled):
     assert parts["partial blocks"] == pytest.approx(0.2)
     assert parts["gather"] == pytest.approx(0.4)
     assert parts["load imbalance"] == pytest.approx(0.1)
-    assert parts["prologue and epilogue"] == pytest.approx(32 * 0.01 * filled)
+    of_rows = 32 * 0.01 * filled  # the full mask has as many
+    assert parts["prologue and epilogue"] == pytest.approx(of_rows * (1 - mask.density))
     assert parts["tail of the grid"] == pytest.approx(times["equal"][0].device * (1 - filled))
     assert parts["tiles of another size"] == pytest.approx(0)
-    assert found.ideal == pytest.approx(mask.nnz_blocks * 1e-3)
+    assert found.ideal == pytest.approx(mask.nnz_blocks * 1e-3 + 32 * 0.01 * mask.density)
     assert sum(parts.values()) == pytest.approx(found.measured - found.ideal)
 
 
@@ -127,6 +132,19 @@ def test_report_says_which_change_gains_most():
     assert str(unknown).endswith(none)
 
 
+def test_report_says_when_the_parts_do_not_explain_the_gap():
+    parts, quiet = dict.fromkeys(CHANGES, 0.0), dict.fromkeys(CHANGES, 0.0)
+    small = Gap(2.0, 1.9, parts | {"remainder": 0.1}, quiet)
+    assert "of the measured time" not in str(small)
+    large = Gap(2.0, 2.2, parts | {"remainder": -0.2}, quiet | {"remainder": 0.02})
+    said = "the remainder is -10% ± 1% of the measured time, above 5%: the parts do not explain it"
+    assert said in str(large)
+    assert large.quiet
+    noisy = Gap(2.0, 1.8, parts | {"remainder": 0.2}, quiet | {"remainder": 0.3})
+    assert "+10% ± 15% of the measured time, above 5%: it is within its noise" in str(noisy)
+    assert not noisy.quiet
+
+
 def test_noise_is_the_confidence_interval_of_the_median_of_differences_in_rounds():
     times, made = planted(masks.local(40)(512, block_size=16), gather=0.4)
     times = {name: found * 5 for name, found in times.items()}
@@ -154,9 +172,29 @@ def test_the_tail_of_the_full_mask_is_no_part_of_the_gap():
     mask = masks.local(40)(512, block_size=16)
     times, made = planted(mask, row=0.01)
     found = split(times, made, mask.density, mask.density, 0.8, 0.8)
-    assert found.parts["prologue and epilogue"] == pytest.approx(0.8 * 32 * 0.01)
-    assert found.parts["tail of the grid"] == pytest.approx(0.2 * 32 * 0.01)
+    of_rows = 32 * 0.01 * (1 - mask.density)
+    assert found.parts["prologue and epilogue"] == pytest.approx(0.8 * of_rows)
+    assert found.parts["tail of the grid"] == pytest.approx(0.2 * of_rows)
     assert found.parts["remainder"] == pytest.approx(0, abs=1e-9)
+
+
+def test_prologues_of_the_full_mask_are_no_part_of_the_gap():
+    """Half of the rows' time would remain else, as a remainder with a minus."""
+    mask = masks.causal()(512, block_size=16)
+    times, made = planted(mask, row=0.01)
+    found = split(times, made, mask.density, mask.density, 1.0, 1.0)
+    assert found.parts["prologue and epilogue"] == pytest.approx(32 * 0.01 * (1 - mask.density))
+    assert found.parts["remainder"] == pytest.approx(0, abs=1e-9)
+    assert found.noise["remainder"] == pytest.approx(0, abs=1e-9)
+
+
+def test_short_rows_whose_loads_take_longer_than_their_products_leave_little():
+    """A row takes as long as 4 blocks at least, and has 3."""
+    mask = masks.random(3 / 64, seed=0)(1024, block_size=16)
+    times, made = planted(mask, least=4e-3)
+    found = split(times, made, mask.density, mask.density, 1.0, 1.0)
+    assert found.parts["prologue and epilogue"] == pytest.approx(0.25 * found.measured, rel=0.2)
+    assert abs(found.remainder) < 0.05
 
 
 @dataclass(frozen=True)

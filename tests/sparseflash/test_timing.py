@@ -64,6 +64,16 @@ def test_times_of_device_and_host(monkeypatch, host, device):
     assert [turn.host for turn in found] == pytest.approx([host] * len(found), rel=0.01)
 
 
+def test_rounds_go_on_until_they_are_enough_or_as_much_time_has_passed_again(monkeypatch):
+    gpu = SimulatedGpu(monkeypatch, noisy=False)
+    runs = {"call": partial(gpu.call, Kernel(0.5))}
+    few = len(rested_turns(runs, CUDA, 0.2, least_rounds=2)["call"])
+    more = rested_turns(runs, CUDA, 0.2, 2, enough=lambda turns: len(turns["call"]) == few + 3)
+    assert len(more["call"]) == few + 3
+    never = rested_turns(runs, CUDA, 0.2, 2, enough=lambda turns: False)
+    assert len(never["call"]) == pytest.approx(2 * few, abs=1)
+
+
 @pytest.mark.parametrize("device", [0.47, 1.6, 6.0])
 def test_rested_times_have_the_fastest_clock_and_sustained_ones_what_power_leaves(
     monkeypatch, device
