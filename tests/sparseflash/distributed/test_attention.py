@@ -63,6 +63,14 @@ def test_every_result_and_gradient_is_written(ranks, split):
     check_exact(ranks.run(cases.errors_with_filled_memory, split))
 
 
+def test_a_result_that_was_not_written_is_an_error():
+    expected = torch.tensor([1.0, -torch.inf])
+    assert cases.difference(torch.tensor([1.5, -torch.inf]), expected) == 0.5
+    for found in ([torch.nan, -torch.inf], [1.0, torch.nan], [1.0, 0.0]):
+        with pytest.raises(AssertionError):
+            cases.difference(torch.tensor(found), expected)
+
+
 EXTRAS = {
     "dropout": {"dropout_p": 0.3, "seed": 2**40 + 5},
     "key lengths": {"key_lengths": torch.tensor([cases.LENGTH, 77])},
