@@ -100,14 +100,17 @@ def forward_block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int
 def time_in_high_tiles(spec: AttentionSpec, mask: CompiledMask) -> float:
     """Predicted time of the forward kernel at 64 dims in tiles of 192 x 128 over 128 x 128.
 
-    It is infinite if the device chooses the blocks, or if rows of different lengths make fewer
-    waves of work tiles than MIN_WAVES_OF_192: CTAs then wait long for the last ones.
+    It is infinite if the device chooses the blocks, if there are no work tiles, or if rows of
+    different lengths make fewer waves of them than MIN_WAVES_OF_192: CTAs then wait long for the
+    last ones.
     """
     coverage, coverage_of_128 = mask.coverage(HIGH_TILE), mask.coverage(TILE)
     if coverage is None or coverage_of_128 is None:
         return math.inf
     tiles = (spec.batch * spec.heads * -(-spec.q_len // tile[0]) for tile in (HIGH_TILE, TILE))
     waves, waves_of_128 = (count / configs.MULTIPROCESSORS for count in tiles)
+    if not waves:
+        return math.inf
     if mask.density == 1:  # all work tiles take equally long, and the last wave a whole one
         rows = HIGH_TILE[0] / TILE[0]
         return configs.TIME_IN_TILES_OF_192 * rows * math.ceil(waves) / math.ceil(waves_of_128)

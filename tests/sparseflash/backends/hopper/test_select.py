@@ -17,6 +17,7 @@ from sparseflash.backends.base import BackendError
 from sparseflash.backends.hopper import select as hopper_select
 from sparseflash.backends.hopper.select import uses_fused_backward
 from sparseflash.backends.select import select
+from sparseflash.dispatch.plan import make_plan
 from sparseflash.score import ScoreFunction
 from tests.helpers.calls import mask_that_covers, spec_of
 
@@ -189,6 +190,12 @@ def test_the_predicted_gain_of_higher_tiles_on_full_masks_is_the_measured_one(
     spec = spec_like(batch=1, heads=heads, q_len=seq_len)
     time = hopper_select.time_in_high_tiles(spec, masks.full()(seq_len))
     assert time == pytest.approx(measured, rel=0.025)
+
+
+def test_an_empty_batch_with_a_full_mask_has_a_plan():
+    spec = spec_like(batch=0, device=torch.device("cpu"))
+    plan = make_plan(spec, hopper, hopper, MASK)
+    assert (plan.table.block_size, plan.forward) == ((128, 128), None)
 
 
 @pytest.mark.parametrize("seq_len", [8192, 16384])
