@@ -4,6 +4,8 @@ tensors is checked.
 
 from types import SimpleNamespace
 
+import torch
+
 from sparseflash.dispatch.call import Call, Plan, empty_max_logits
 from sparseflash.dispatch.plan import find_plan
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
@@ -50,6 +52,10 @@ def call_on(
 
 
 def mask_that_covers(large, small=1.0):
-    """What a backend asks of a mask: how far its blocks cover tiles of 128, and of 64 tokens."""
-    cover = {(128, 128): large}
-    return SimpleNamespace(coverage=lambda tile: cover.get(tile, small), density=0.5)
+    """What a backend asks of a mask: how far its blocks cover tiles of 128, and of 64 tokens. Its
+    rows are uneven.
+    """
+    cover, counts = {(128, 128): large}, torch.tensor([[1, 3]])
+    return SimpleNamespace(
+        coverage=lambda tile: cover.get(tile, small), blocks_per_row=lambda: counts
+    )

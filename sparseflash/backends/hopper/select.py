@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from masks import BlockMask, DynamicMask, MaskBatch
 from masks.lookup_table import LookupTable
 from masks.mask_batch import CompiledMask
 from sparseflash.backends.hopper import configs
@@ -105,18 +106,24 @@ def time_in_high_tiles(spec: AttentionSpec, mask: CompiledMask) -> float:
     last ones.
     """
     coverage, coverage_of_128 = mask.coverage(HIGH_TILE), mask.coverage(TILE)
-    if coverage is None or coverage_of_128 is None:
+    if coverage is None or coverage_of_128 is None or isinstance(mask, DynamicMask):
         return math.inf
     tiles = (spec.batch * spec.heads * -(-spec.q_len // tile[0]) for tile in (HIGH_TILE, TILE))
     waves, waves_of_128 = (count / configs.MULTIPROCESSORS for count in tiles)
     if not waves:
         return math.inf
-    if mask.density == 1:  # all work tiles take equally long, and the last wave a whole one
-        rows = HIGH_TILE[0] / TILE[0]
-        return configs.TIME_IN_TILES_OF_192 * rows * math.ceil(waves) / math.ceil(waves_of_128)
-    if waves < configs.MIN_WAVES_OF_192:
-        return math.inf
-    return configs.TIME_IN_TILES_OF_192 * coverage_of_128 / coverage
+    time = configs.TIME_IN_TILES_OF_192 * coverage_of_128 / coverage
+    if _imbalance(mask) <= configs.MIN_DYNAMIC_IMBALANCE:
+        # All work tiles take about equally long, so the last wave takes as long as a whole one.
+        filled, filled_of_128 = (count / math.ceil(count) for count in (waves, waves_of_128))
+        return time * filled_of_128 / filled
+    return time if waves >= configs.MIN_WAVES_OF_192 else math.inf
+
+
+def _imbalance(mask: BlockMask | MaskBatch) -> float:
+    """Number of blocks in the longest block row over the mean, by query, in blocks of the mask."""
+    counts = (mask.stacked if isinstance(mask, MaskBatch) else mask).blocks_per_row()
+    return int(counts.max()) * counts.numel() / max(int(counts.sum()), 1)
 
 
 def describe(

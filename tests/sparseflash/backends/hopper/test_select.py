@@ -170,7 +170,8 @@ LONG = {"batch": 4, "heads": 32, "q_len": 8192}
 def test_the_forward_pass_reads_higher_tiles_at_64_dims(change, filled, tile):
     full = 0.5 if "block_size" in change else 1.0
     coverage = {(192, 128): filled, (128, 128): full, (64, 64): 1.0}
-    mask = SimpleNamespace(coverage=coverage.get, density=0.9)
+    uneven = torch.tensor([[1, 3]])
+    mask = SimpleNamespace(coverage=coverage.get, blocks_per_row=lambda: uneven)
     spec = spec_like(**LONG | change)
     assert hopper.forward_block_size_for(spec, mask) == (tile, min(tile, 128))
     assert ("tiles of the forward pass" in described(spec, mask)) == (tile == 192)
@@ -190,6 +191,28 @@ def test_the_predicted_gain_of_higher_tiles_on_full_masks_is_the_measured_one(
     spec = spec_like(batch=1, heads=heads, q_len=seq_len)
     time = hopper_select.time_in_high_tiles(spec, masks.full()(seq_len))
     assert time == pytest.approx(measured, rel=0.025)
+
+
+ONE_MISSING = masks.full() - masks.block_pattern(lambda q, k: (q == 10) & (k == 20))
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "heads", "pattern", "tile"),
+    [
+        *((8192, 16, each, 128) for each in (masks.full(), ONE_MISSING, masks.local(2000))),
+        *((8192, 16, masks.local(1500), 128), (16_384, 8, masks.local(3000), 128)),
+        *((8192, 12, each, 192) for each in (masks.full(), ONE_MISSING, masks.local(2000))),
+    ],
+)
+def test_balanced_masks_leave_as_much_of_the_last_wave_idle_as_the_full_mask(
+    seq_len, heads, pattern, tile
+):
+    spec = spec_like(batch=1, heads=heads, q_len=seq_len)
+    mask, time = pattern(seq_len), hopper_select.time_in_high_tiles
+    assert time(spec, mask) == pytest.approx(time(spec, masks.full()(seq_len)), rel=0.035)
+    assert hopper.forward_block_size_for(spec, mask) == (tile, 128)
+    batch = masks.MaskBatch.from_masks([mask, mask])
+    assert time(replace(spec, batch=2, heads=heads // 2), batch) == time(spec, mask)
 
 
 def test_an_empty_batch_with_a_full_mask_has_a_plan():
