@@ -94,8 +94,10 @@ def forward_block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int
     changed = spec.dropout_p > 0 or spec.softcap is not None or spec.score or spec.bias
     if block_size != TILE or widths != {configs.MIN_TILE_WIDTH} or changed:
         return block_size
-    time = time_in_high_tiles(spec, mask)
-    return HIGH_TILE if time <= configs.MAX_TIME_IN_TILES_OF_192 else block_size
+    # The mask is re-blocked for its coverage only where tiles that its blocks fill are faster.
+    times = (time(spec, mask) for time in (_time_in_filled_high_tiles, time_in_high_tiles))
+    fast = all(time <= configs.MAX_TIME_IN_TILES_OF_192 for time in times)
+    return HIGH_TILE if fast else block_size
 
 
 def time_in_high_tiles(spec: AttentionSpec, mask: CompiledMask) -> float:
@@ -105,14 +107,19 @@ def time_in_high_tiles(spec: AttentionSpec, mask: CompiledMask) -> float:
     different lengths make fewer waves of them than MIN_WAVES_OF_192: CTAs then wait long for the
     last ones.
     """
-    coverage, coverage_of_128 = mask.coverage(HIGH_TILE), mask.coverage(TILE)
-    if coverage is None or coverage_of_128 is None or isinstance(mask, DynamicMask):
-        return math.inf
+    time = _time_in_filled_high_tiles(spec, mask)
+    coverage = None if math.isinf(time) else mask.coverage(HIGH_TILE)
+    return math.inf if coverage is None else time / coverage
+
+
+def _time_in_filled_high_tiles(spec: AttentionSpec, mask: CompiledMask) -> float:
+    """time_in_high_tiles, if the blocks of the mask filled these tiles."""
     tiles = (spec.batch * spec.heads * -(-spec.q_len // tile[0]) for tile in (HIGH_TILE, TILE))
     waves, waves_of_128 = (count / configs.MULTIPROCESSORS for count in tiles)
-    if not waves:
+    coverage_of_128 = mask.coverage(TILE)
+    if not waves or coverage_of_128 is None or isinstance(mask, DynamicMask):
         return math.inf
-    time = configs.TIME_IN_TILES_OF_192 * coverage_of_128 / coverage
+    time = configs.TIME_IN_TILES_OF_192 * coverage_of_128
     if _imbalance(mask) <= configs.MIN_DYNAMIC_IMBALANCE:
         # All work tiles take about equally long, so the last wave takes as long as a whole one.
         filled, filled_of_128 = (count / math.ceil(count) for count in (waves, waves_of_128))

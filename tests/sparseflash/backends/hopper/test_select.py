@@ -215,6 +215,14 @@ def test_balanced_masks_leave_as_much_of_the_last_wave_idle_as_the_full_mask(
     assert time(replace(spec, batch=2, heads=heads // 2), batch) == time(spec, mask)
 
 
+@pytest.mark.parametrize("pattern", [masks.causal(), masks.random(0.5)])
+def test_coverage_of_higher_tiles_is_not_computed_where_the_last_wave_rules_them_out(pattern):
+    mask = pattern(8192)
+    for heads, computed in ((4, False), (128, True)):
+        hopper.forward_block_size_for(spec_like(batch=1, heads=heads, q_len=8192), mask)
+        assert (("coverage", (192, 128)) in mask.tables) == computed
+
+
 def test_an_empty_batch_with_a_full_mask_has_a_plan():
     spec = spec_like(batch=0, device=torch.device("cpu"))
     plan = make_plan(spec, hopper, hopper, MASK)
