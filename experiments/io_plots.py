@@ -81,8 +81,8 @@ def _bars(ax: Axes, rows: Sequence["Row"], heading: str, fields: tuple[str, str]
     names = list(dict.fromkeys(row.implementation for row in rows))
     drawn = 0
     styles: tuple[dict[str, Any], ...] = (
-        {"color": "white", "edgecolor": COLOURS[0], "hatch": "//"},
-        {"color": COLOURS[0]},
+        {"color": "white", "edgecolor": COLOURS[0], "hatch": "//", "label": "predicted"},
+        {"color": COLOURS[0], "label": "measured"},
     )
     for i, (field, style) in enumerate(zip(fields, styles, strict=True)):
         heights = [_sum([r for r in rows if r.implementation == name], field) for name in names]
@@ -98,6 +98,7 @@ def _bars(ax: Axes, rows: Sequence["Row"], heading: str, fields: tuple[str, str]
     ax.set_xticks([n + 0.2 * (drawn - 1) for n in range(len(names))], labels, fontsize=8)
     ax.margins(x=0.15)
     ax.set_ylabel(heading)
+    ax.legend(fontsize=7, frameon=False)
 
 
 def _line(ax: Axes, rows: Sequence["Row"], x: str, fields: tuple[str, str]) -> None:

@@ -1,14 +1,16 @@
 import json
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from typer import BadParameter
 
-from experiments import io_complexity
+from experiments import io_complexity, io_plots
 from experiments.instruments import counters
 from sparseflash.io_model import DEVICES
 from tests.helpers.instruments import pretend_gpu
+from tests.helpers.records import ENVIRONMENT
 
 
 def test_model_and_pictures_stand_alone_on_a_cpu(tmp_path, monkeypatch, capsys):
@@ -27,6 +29,18 @@ def test_model_and_pictures_stand_alone_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert {row["panel"] for row in found["rows"]} == set(io_complexity.Panel)
     assert all(row["measured_ms"] is None for row in found["rows"])
     assert "predicted for H200" in capsys.readouterr().out
+
+
+def test_every_panel_says_what_is_predicted_and_what_is_measured(tmp_path):
+    measured = [
+        replace(row, measured_ms=row.predicted_ms, measured_gb=row.memory_gb)
+        for only in ("left", "middle", "right")
+        for row in rows(only)
+    ]
+    _, vector = io_plots.draw(measured, ENVIRONMENT, "H200", tmp_path / "x.json")
+    texts = re.findall(r"<!-- (.*) -->", vector.read_text())
+    # Two of bars and two of block sizes; that of densities is in the panel of their bytes.
+    assert texts.count("predicted") == texts.count("measured") == 5
 
 
 def rows(only):

@@ -38,6 +38,24 @@ def test_l2_bytes_are_those_of_the_theorem(backend, block, rows):
     assert cost.flops == heads * 4 * D * mask.nnz_blocks * block**2
 
 
+def test_shared_memory_is_written_by_loads_and_read_by_products():
+    """Forward, a block: K and V are written once and read by both warpgroups of 64 queries.
+    Backward: as much is written. dQ has three products, dK and dV four, in two warpgroups each;
+    for two of them the left operand is read from shared memory, too."""
+    mask = masks.random(1 / 4, seed=1)(4096)
+    tile, heads = 128 * D * E, 3
+    blocks = heads * mask.nnz_blocks
+    forward, backward = (
+        attention(mask, D, heads=heads, direction=each, backend="hopper")
+        for each in io_model.DIRECTIONS
+    )
+    assert forward.shared_bytes == blocks * tile * (2 + 2 * 2)
+    assert [kernel.shared_bytes for kernel in backward.kernels] == [
+        blocks * tile * (2 + 3 * 2 + 2),
+        blocks * tile * (2 + 4 * 2 + 2),
+    ]
+
+
 def test_l2_holds_keys_and_values_until_they_are_too_many():
     cost = attention(masks.full()(8192), D, heads=2)
     assert cost.memory_bytes == pytest.approx(2 * 8192 * (4 * D * E + 4), rel=0.05)
