@@ -259,6 +259,23 @@ def kernel_name(recorded: str) -> str:
     return next(known, recorded)
 
 
+def lab(record: dict) -> str:
+    """Seconds and gigabytes of profiles."""
+    lines = [
+        [
+            *(f"{r['layers']}", f"{r['heads']} on {r['kv_heads']}", f"{r['tokens']:,}"),
+            *(f"{r['patterns']}", "yes" if r["loss"] else "no"),
+            *(f"{r['seconds']:.1f}", f"{r['first_layer_seconds']:.1f}"),
+            *(f"{value:.3g}" if value else "" for value in (r["layer_seconds"], r["peak_gb"])),
+            f"{r['scores_gb']:.3g}",
+        ]
+        for r in record["rows"]
+    ]
+    head = ["layers", "heads of queries on keys", "tokens", "candidates", "loss", "seconds"]
+    head += ["first layer, s", "further layer, s", "peak memory, GB"]
+    return table([*head, "N x N scores of a layer would be, GB"], lines)
+
+
 def power(record: dict) -> str:
     """Rested and sustained rates, and the clock under continuous load."""
     lines = [
@@ -344,6 +361,16 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
         f"{HOST_TIME} *Autograd of torch* is the time of the same pass through an autograd "
         "function that does nothing. *sparseflash* is the rest.",
         host_time,
+    ),
+    (
+        "lab",
+        "Profile of a model",
+        "Time and memory of [`sparseflash.lab.profile`](api/lab.md): recall, error and loss of "
+        "every candidate in every head of a model that has only causal attention. The first layer "
+        "includes the compilation of masks and kernels and the measurement of the candidates. "
+        "Peak memory includes the tensors of all layers, which the change of the loss needs. "
+        "No scores are stored.",
+        lab,
     ),
     (
         "overhead",

@@ -1,6 +1,7 @@
 """The page of measurements and the README show the records of every device."""
 
 import importlib.util
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -151,3 +152,18 @@ def test_gaps_name_the_parts_above_their_noise_and_what_to_change(performance, t
         "at most 8.0 % of the measured time. Above 5 %, where the parts do not explain the gap:"
     )
     assert f"{above} `local(16)` forward -8.0 %.\n" in performance.page()
+
+
+def test_the_profile_of_a_model_has_its_time_and_memory(performance, tmp_path):
+    assert "Profile of a model" not in performance.page()
+    sizes = {"layers": 32, "heads": 32, "kv_heads": 8, "tokens": 32_768, "head_dim": 128}
+    row = sizes | {"dtype": "bfloat16", "patterns": 8, "loss": True, "seconds": 12.345}
+    row |= {"first_layer_seconds": 7.1, "layer_seconds": 0.0451, "peak_gb": 35.21}
+    row |= {"scores_gb": 68.7}
+    versions = {"torch": "2", "triton": "3"}
+    environment = ENVIRONMENT | {"device": H200, "command": "python -m x", "versions": versions}
+    text = json.dumps({"environment": environment, "complete": True, "rows": [row]})
+    (tmp_path / f"lab-{STEMS[H200]}.json").write_text(text)
+    page = performance.page()
+    assert "\n## Profile of a model\n" in page
+    assert "| 32 | 32 on 8 | 32,768 | 8 | yes | 12.3 | 7.1 | 0.0451 | 35.2 | 68.7 |" in page

@@ -15,7 +15,13 @@ SLOW = {"torch", "numba", "lightning", "scipy"}
 PROGRAMS = (
     *("bench", "speedup", "report"),
     *("instruments.counters", "instruments.power", "instruments.host_time"),
-    *("instruments.tune", "io_complexity", "language_model.__main__", "long_context.scaling"),
+    *(
+        "instruments.lab",
+        "instruments.tune",
+        "io_complexity",
+        "language_model.__main__",
+        "long_context.scaling",
+    ),
     *("long_documents.__main__", "lra.floors", "lra.results", "lra.seeds", "lra.speed"),
     "pretraining",
 )
