@@ -234,6 +234,28 @@ def host_time(record: dict) -> str:
     return f"**{shape}**\n\n{table(head, lines)}"
 
 
+def first_call(record: dict) -> str:
+    """Seconds of each call of a process, with empty and with filled caches."""
+    calls = list(dict.fromkeys(row["call"] for row in record["rows"]))
+    seconds = {
+        (row["implementation"], row["cache"], row["call"]): row["seconds"]
+        for row in record["rows"]
+    }
+    lines = [
+        [
+            WARMED_UP if name == "warmup" else NAMES[name],
+            cache,
+            *(
+                f"{seconds[name, cache, c]:.2f}" if (name, cache, c) in seconds else ""
+                for c in calls
+            ),
+        ]
+        for name, cache in dict.fromkeys((name, cache) for name, cache, _ in seconds)
+    ]
+    shape = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in record["shape"].items())
+    return f"**{shape}**\n\n{table(['', 'caches', *(f'{call}, s' for call in calls)], lines)}"
+
+
 def counters(record: dict) -> str:
     """Utilisation of the units of the device, for each kernel."""
     units = list(record["rows"][0]["percent"])
@@ -295,6 +317,7 @@ def power(record: dict) -> str:
 
 
 TFLOPS = "Useful TFLOP/s; more is better."
+WARMED_UP = "sparseflash after `sparseflash.warmup`"
 HOST_TIME = (
     "Microseconds of host time for one call. The tensors are so small that the device is never "
     "the bottleneck. *Launches* is the time of the bare kernel launches."
@@ -361,6 +384,15 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
         f"{HOST_TIME} *Autograd of torch* is the time of the same pass through an autograd "
         "function that does nothing. *sparseflash* is the rest.",
         host_time,
+    ),
+    (
+        "first-call",
+        "First calls",
+        "Seconds of the first calls of a process, both passes, which compile kernels: with empty "
+        "caches of compiled kernels on disk, and with those that the process before left. *First "
+        "mask* is causal, *second mask* has a quarter of the blocks at random, all full, and "
+        "*again* is the second mask once more. Tables of masks are included.",
+        first_call,
     ),
     (
         "lab",

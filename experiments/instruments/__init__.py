@@ -2,8 +2,8 @@
 
     python -m experiments.instruments.NAME --help
 
-describes `counters`, `power`, `host_time`, `lab` and `tune`. Each measures rows, writes them with
-the environment as JSON after every problem, and prints a table.
+describes `counters`, `power`, `host_time`, `first_call`, `lab` and `tune`. Each measures rows,
+writes them with the environment as JSON after every problem, and prints a table.
 """
 
 from collections.abc import Callable, Iterable, Sequence

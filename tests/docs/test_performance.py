@@ -154,6 +154,25 @@ def test_gaps_name_the_parts_above_their_noise_and_what_to_change(performance, t
     assert f"{above} `local(16)` forward -8.0 %.\n" in performance.page()
 
 
+def test_first_calls_have_a_column_for_each_call(performance, tmp_path):
+    assert "First calls" not in performance.page()
+    calls = {"flex": {"first mask": 9.0}, "warmup": {"warmup": 3.125, "first mask": 0.25}}
+    rows = [
+        {"implementation": name, "cache": "empty", "call": call, "seconds": seconds}
+        for name, of_calls in calls.items()
+        for call, seconds in of_calls.items()
+    ]
+    versions = {"torch": "2", "triton": "3"}
+    environment = ENVIRONMENT | {"device": H200, "command": "python -m x", "versions": versions}
+    record = {"environment": environment, "complete": True, "rows": rows, "shape": {"heads": 16}}
+    (tmp_path / f"first-call-{STEMS[H200]}.json").write_text(json.dumps(record))
+    page = performance.page()
+    assert "\n## First calls\n" in page
+    assert "| | caches | first mask, s | warmup, s |".replace("| |", "|  |") in page
+    assert "| FlexAttention | empty | 9.00 |  |" in page
+    assert "| sparseflash after `sparseflash.warmup` | empty | 0.25 | 3.12 |" in page
+
+
 def test_the_profile_of_a_model_has_its_time_and_memory(performance, tmp_path):
     assert "Profile of a model" not in performance.page()
     sizes = {"layers": 32, "heads": 32, "kv_heads": 8, "tokens": 32_768, "head_dim": 128}

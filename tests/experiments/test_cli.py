@@ -15,6 +15,7 @@ SLOW = {"torch", "numba", "lightning", "scipy"}
 PROGRAMS = (
     *("bench", "speedup", "report"),
     *("instruments.counters", "instruments.power", "instruments.host_time"),
+    "instruments.first_call",
     *(
         "instruments.lab",
         "instruments.tune",
