@@ -57,7 +57,7 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
         q_chunk, out_chunk, lse_chunk = (problem.queries_of(x) for x in (q, out, lse))
         k_chunk, v_chunk = problem.keys_of("key", k), problem.keys_of("value", v)
         max_chunk = None if whole_max is None else problem.queries_of(whole_max.view(-1, bq, 1))
-        for part in problem.parts():
+        for part in problem.parts:
             q_part, out_part, lse_part = (_rows(x, part) for x in (q_chunk, out_chunk, lse_chunk))
             scores, _, _ = problem.scores(part, problem.to_segments(q_part), k_chunk)
             row_max = problem.max_of_rows(scores)
@@ -121,7 +121,7 @@ def backward(
         grad_q_chunk = problem.queries_of(grad_q)
         grad_k_chunk = problem.sums_of_keys("grad_key", grad_k)
         grad_v_chunk = problem.sums_of_keys("grad_value", grad_v)
-        for part in problem.parts():
+        for part in problem.parts:
             keep_mask = problem.dropout_keep_mask(part)
             q_part, grad_o_part, lse_part, delta_part = (
                 problem.to_segments(_rows(x, part))
@@ -144,16 +144,16 @@ def backward(
                 if derivative is not None:
                     ds.mul_(derivative)
                 if needs_query:
-                    problem.multiply(ds, k_chunk, _rows(grad_q_chunk, part))
+                    problem.multiply(ds, k_chunk, _rows(grad_q_chunk, part), spec.scale)
                 if needs_key:
-                    grad_k_chunk.baddbmm_(ds.mT, q_part)
+                    grad_k_chunk.baddbmm_(ds.mT, q_part, alpha=spec.scale)
         problem.write_queries(grad_q, grad_q_chunk)
         problem.add_keys(grad_k, grad_k_chunk)
         problem.add_keys(grad_v, grad_v_chunk)
     return (
-        _sequence(grad_q.mul_(spec.scale), query).to(query.dtype) if needs_query else None,
-        _sequence(grad_k.mul_(spec.scale), key).to(key.dtype) if needs_key else None,
-        _sequence(grad_v, value).to(value.dtype) if needs_value else None,
+        _sequence(grad_q, query) if needs_query else None,
+        _sequence(grad_k, key) if needs_key else None,
+        _sequence(grad_v, value) if needs_value else None,
         grad_bias.view_as(bias) if grad_bias is not None and bias is not None else None,
         grad_blocks,
         grad_reads,
@@ -175,7 +175,8 @@ def _cut(x: Tensor, length: int) -> Tensor:
 
 def _blocks(x: Tensor, block: int) -> Tensor:
     """(batch, heads, seq, width) -> (batch * heads * blocks, block, width), zeros past the end."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if x.dtype not in (torch.float32, torch.float64):
+        x = x.float()
     missing = -x.shape[2] % block
     if missing:
         x = torch.nn.functional.pad(x, (0, 0, 0, missing))
@@ -183,6 +184,9 @@ def _blocks(x: Tensor, block: int) -> Tensor:
 
 
 def _sequence(blocks: Tensor, like: Tensor) -> Tensor:
-    """The inverse of _blocks, contiguous, with the batch, heads and seq of `like`."""
+    """The inverse of _blocks: contiguous, with the shape and dtype of `like`."""
     batch, heads, seq, _ = like.shape
-    return blocks.view(batch, heads, -1, blocks.shape[2])[:, :, :seq].contiguous()
+    x = blocks.view(batch, heads, -1, blocks.shape[2])
+    if x.shape[2] > seq:
+        x = x[:, :, :seq].contiguous()
+    return x if x.dtype == like.dtype else x.to(like.dtype)

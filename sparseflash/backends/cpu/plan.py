@@ -39,6 +39,9 @@ PARTIAL_SHARE = 0.25  # smaller blocks are considered if this share of the block
 # Range of the number of keys in a segment of a long row. In longer rows of scores, consecutive
 # rows are a page apart, which makes the product up to twice as slow.
 SEGMENT_KEYS = (128, 512)
+# Most keys of a row that is not divided if at most PART_QUERIES queries read it: their product is
+# not slower, and dividing it takes as long as the product.
+SHORT_ROW = 2**12
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class Chunk:
     tiles:        int32 (problems, partial)  the bit tile of each of the last key blocks
     query_run:    the query blocks as a slice if they are consecutive, else None
     key_run:      the key blocks as a slice if they are consecutive, else None
+    width:        keys of a segment; a long row of scores is divided into several
+    parts:        slices of the queries, usually one, whose scores fit in the cache
     cache:        tensors that later calls of a small plan reuse
     """
 
@@ -82,6 +87,8 @@ class Chunk:
     tiles: Tensor
     query_run: slice | None
     key_run: slice | None
+    width: int
+    parts: list[slice]
     cache: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -169,14 +176,19 @@ def _chunks(table: LookupTable, spec: AttentionSpec) -> Iterator[Chunk]:
         first_key_block = (key_head * table.by_key.num_rows).unsqueeze(1)
         full_start = group.full_start.repeat(copies)[first].unsqueeze(1)
         partial_start = group.partial_start.repeat(copies)[first].unsqueeze(1)
-        for here in _slices(len(bh), _problems_at_once(group, heads * size[0], size[1], spec)):
+        count = group.full_count + group.partial_count
+        queries, keys = query_blocks.shape[1] * size[0], count * size[1]
+        sizes = _keys_at_once(queries, count, size[1]), _parts(queries, size[0], keys)
+        in_place = _reads_in_place(group, heads, table, spec)
+        at_once = _problems_at_once(queries, keys, in_place, spec)
+        for here in _slices(len(bh), at_once):
             full = full_start[here] + torch.arange(group.full_count, device="cpu")
             partial = partial_start[here] + torch.arange(group.partial_count, device="cpu")
             columns = torch.cat([lists.full_index[full], lists.partial_index[partial]], dim=1)
             key_blocks = first_key_block[here] + columns
             tiles = lists.partial_bit_tile[partial]
             runs = _run_of(query_blocks[here]), _run_of(key_blocks)
-            yield Chunk(bh[here], query_blocks[here], key_blocks, tiles, *runs)
+            yield Chunk(bh[here], query_blocks[here], key_blocks, tiles, *runs, *sizes)
 
 
 def _run_of(blocks: Tensor) -> slice | None:
@@ -197,19 +209,25 @@ def _readers_of_masks(table: LookupTable, spec: AttentionSpec) -> Tensor:
     return rearrange(bh, "(batch mb heads mh) -> (batch heads) (mb mh)", **sizes)
 
 
-def queries_at_once(keys: int) -> int:
-    """The number of queries of a problem with `keys` keys that are computed at once.
+def _parts(queries: int, block_q: int, keys: int) -> list[slice]:
+    """Slices of the queries of a problem: each is made of whole block rows, or a part of one."""
+    # A power of two, so it is a multiple of a block or divides it.
+    step = max(PART_QUERIES, 2 ** int(math.log2(max(1, PROBLEM_FLOATS // keys))))
+    rows = max(step - step % block_q, block_q)
+    return [
+        slice(start, min(start + step, begin + rows, queries))
+        for begin in range(0, queries, rows)
+        for start in range(begin, min(begin + rows, queries), step)
+    ]
 
-    It is a power of two, so a part of a problem has whole blocks, or is inside of one.
-    """
-    return max(PART_QUERIES, 2 ** int(math.log2(max(1, PROBLEM_FLOATS // keys))))
 
-
-def keys_at_once(count: int, block_k: int) -> int:
+def _keys_at_once(queries: int, count: int, block_k: int) -> int:
     """The largest number of keys for which a row of `count` blocks has equal segments.
 
-    A row is not cut if equal segments would be too narrow.
+    A row is not cut if equal segments would be too narrow, or if it is short and of few queries.
     """
+    if queries <= PART_QUERIES and block_k * count <= SHORT_ROW:
+        return block_k * count
     least, most = SEGMENT_KEYS
     widths = (block_k * count // n for n in range(1, count + 1) if count % n == 0)
     width = next((w for w in widths if w <= most), block_k)
@@ -264,10 +282,16 @@ def _heads_of_problem(group: Group, table: LookupTable, spec: AttentionSpec) -> 
     return 1 if differ or queries > MERGED_QUERIES else heads
 
 
-def _problems_at_once(group: Group, bq: int, bk: int, spec: AttentionSpec) -> int:
-    keys = (group.full_count + group.partial_count) * bk
-    queries = group.rows.shape[1] * bq
-    return max(1, CHUNK_FLOATS // (keys * (queries + spec.head_dim + spec.value_dim)))
+def _reads_in_place(group: Group, heads: int, table: LookupTable, spec: AttentionSpec) -> bool:
+    """Whether consecutive problems read all keys of consecutive key heads, so none are copied."""
+    full, partial = group.full_count, group.partial_count
+    all_in_order = full + partial == table.by_key.num_rows and not (full and partial)
+    return all_in_order and heads * spec.kv_heads == spec.heads
+
+
+def _problems_at_once(queries: int, keys: int, in_place: bool, spec: AttentionSpec) -> int:
+    copied = 0 if in_place else spec.head_dim + spec.value_dim
+    return max(1, CHUNK_FLOATS // (keys * (queries + copied)))
 
 
 def _slices(length: int, step: int) -> Iterator[slice]:

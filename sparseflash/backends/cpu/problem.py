@@ -11,8 +11,6 @@ from sparseflash.backends.cpu.plan import (
     CHUNK_FLOATS,
     Chunk,
     chunks,
-    keys_at_once,
-    queries_at_once,
     rows_of_block,
 )
 from sparseflash.backends.cpu.workspace import workspace
@@ -44,7 +42,7 @@ class Problem:
         self._rows, self._columns = table.by_query.num_rows, table.by_key.num_rows
         self._problems, key_blocks = chunk.key_blocks.shape
         self._keys = key_blocks * self._block_k
-        self._width = keys_at_once(key_blocks, self._block_k)
+        self._width = chunk.width
         self._tile_mask = self._mask_of_tiles(table.bit_tiles)
         self._padding_mask = (
             None if call.key_lengths is None else self._mask_of_padding(call.key_lengths)
@@ -55,11 +53,10 @@ class Problem:
 
         A view if the blocks are consecutive and their strides allow it, else a copy.
         """
-        run = self._chunk.query_run
-        chunk_blocks = (
-            blocks[run] if run else blocks.index_select(0, self._chunk.query_blocks.flatten())
-        )
-        return chunk_blocks.reshape(self._problems, -1, blocks.shape[2])
+        if run := self._chunk.query_run:
+            return _rows(blocks, run).reshape(self._problems, -1, blocks.shape[2])
+        chunk_blocks = blocks.index_select(0, self._chunk.query_blocks.flatten())
+        return chunk_blocks.view(self._problems, -1, blocks.shape[2])
 
     def keys_of(self, name: str, blocks: Tensor) -> Tensor:
         """The keys of the chunk: (problems * segments, width, head_dim), read-only.
@@ -67,15 +64,12 @@ class Problem:
         A view if the blocks are consecutive and their strides allow it, else a copy in the
         workspace under `name`.
         """
-        if self._chunk.key_run:
-            return self._run_of_keys(blocks)
+        if run := self._chunk.key_run:
+            return _rows(blocks, run).reshape(-1, self._width, blocks.shape[2])
         numbers = self._chunk.key_blocks.flatten()
         chunk_blocks = workspace.take(name, (len(numbers), *blocks.shape[1:]), blocks.dtype)
         torch.index_select(blocks, 0, numbers, out=chunk_blocks)
         return chunk_blocks.view(-1, self._width, blocks.shape[2])
-
-    def _run_of_keys(self, blocks: Tensor) -> Tensor:
-        return blocks[self._chunk.key_run].reshape(-1, self._width, blocks.shape[2])
 
     def write_queries(self, blocks: Tensor, chunk_blocks: Tensor):
         """Writes a result of queries_of(blocks) back to contiguous blocks, if it is a copy."""
@@ -88,8 +82,8 @@ class Problem:
 
         A view of `blocks` if the blocks are consecutive, else zeros in the workspace under `name`.
         """
-        if self._chunk.key_run:
-            return self._run_of_keys(blocks)
+        if run := self._chunk.key_run:
+            return _rows(blocks, run).reshape(-1, self._width, blocks.shape[2])
         shape = (self._problems * self._keys // self._width, self._width)
         return workspace.take(name, (*shape, blocks.shape[2]), blocks.dtype).zero_()
 
@@ -123,24 +117,16 @@ class Problem:
         """The sum over segments: (problems * segments, part, n) -> (problems, part, n)."""
         return x if self._keys == self._width else self.by_problem(x).sum(1)
 
-    def multiply(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-        """Writes a b, summed over the segments of each problem, to out (problems, part, n)."""
+    def multiply(self, a: Tensor, b: Tensor, out: Tensor, alpha: float = 1.0) -> Tensor:
+        """Writes alpha a b, summed over segments, to out (problems, part, n)."""
         if self._keys == self._width:
-            return torch.bmm(a, b, out=out)
-        return torch.sum(self.by_problem(torch.bmm(a, b)), 1, out=out)
+            return out.baddbmm_(a, b, beta=0, alpha=alpha)
+        return torch.sum(self.by_problem(self.product("product", a, b, alpha)), 1, out=out)
 
-    def parts(self) -> Iterator[slice]:
-        """Slices of the queries, usually one, whose scores fit in the cache.
-
-        A slice is made of whole block rows, or is a part of one.
-        """
-        queries, row = self._chunk.query_blocks.shape[1] * self._block_q, self._block_q
-        step = queries_at_once(self._keys)
-        rows = max(step - step % row, row)
-        for begin in range(0, queries, rows):
-            end = min(begin + rows, queries)
-            for start in range(begin, end, step):
-                yield slice(start, min(start + step, end))
+    @property
+    def parts(self) -> list[slice]:
+        """Slices of the queries, usually one; see Chunk."""
+        return self._chunk.parts
 
     def to_segments(self, x: Tensor) -> Tensor:
         """Repeats for every segment: (problems, part, n) -> (problems * segments, part, n)."""
@@ -297,6 +283,11 @@ def problems(call: Call) -> Iterator[Problem]:
             yield Problem(chunk, call)
     finally:
         workspace.trim(CHUNK_FLOATS)
+
+
+def _rows(blocks: Tensor, run: slice) -> Tensor:
+    """blocks[run]. Slicing takes time, so it is skipped if `run` is all of them."""
+    return blocks if run.stop - run.start == len(blocks) else blocks[run]
 
 
 def _tokens(blocks: Tensor, size: int, first: Tensor | None = None) -> Tensor:

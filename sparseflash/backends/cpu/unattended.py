@@ -37,7 +37,9 @@ def backward(
 ) -> Gradients:
     """The gradients of one call; see sparseflash.backends.base."""
     grads = passes.backward(call, grad_out, grad_lse, saved, needs)
-    if not any(grad is not None and math.isnan(grad.sum().item()) for grad in grads):
+    # dQ = dS K is NaN if dS or K is, so the others need not be read.
+    checked = grads if grads[0] is None else grads[:1]
+    if not any(grad is not None and math.isnan(grad.sum().item()) for grad in checked):
         return grads
     query, key, value, out, lse = saved
     finite = _finite_keys(key, value)
