@@ -39,7 +39,11 @@ def _from_pairs(grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tenso
     _evaluate(name, recorded.record, q[:2], k, (min(grid.q_len, 2), grid.k_len))
     is_elementwise = recorded.prepare(q, k)
     pair_bytes = recorded.pair_bytes() if is_elementwise else torch.int64.itemsize
-    decide = recorded.decisions(convert.span(grid)) if is_elementwise else None
+    decide = packed = None
+    if is_elementwise:
+        width = convert.span(grid)
+        decide = recorded.decisions(width)
+        packed = recorded.packed(-(-grid.k_len // width) * width)
 
     def pairs(_: int, rows: slice, spans: Spans | None = None) -> Tensor:
         keys = spans.first.numel() * spans.width if spans else grid.k_len
@@ -52,7 +56,14 @@ def _from_pairs(grid: Grid, name: str, attends: Callable[[Tensor, Tensor], Tenso
     run = _in_threads if threads else map
     read = functools.partial(_with_progress, f"reading {name}", run)
     return BlockMask(
-        convert.from_strips(grid, pairs, pair_bytes=pair_bytes, run=read, decide=decide)
+        convert.from_strips(
+            grid,
+            pairs,
+            pair_bytes=pair_bytes,
+            run=read,
+            decide=decide,
+            read_packed=packed.pairs if packed else None,
+        )
     )
 
 

@@ -178,6 +178,7 @@ def from_strips(
     pair_bytes: int = 1,
     run: Callable = map,
     decide: Callable[[slice], Range] | None = None,
+    read_packed: Callable[[slice, Tensor, int], Tensor] | None = None,
 ) -> BlockSet:
     """The set of a function of pairs, evaluated strip by strip.
 
@@ -190,12 +191,21 @@ def from_strips(
         run: `map`, or a function like it.
         decide: decide(slice of queries) returns for each span of keys whether all and whether any
             of the pairs attend, or (0, 1) where that depends on each pair.
+        read_packed: read_packed(slice of queries, first keys, width) returns the same as `pairs`
+            in bits, uint8 (queries, keys / 8), for so many keys from each first one on. It is
+            called instead of `pairs`. Pairs past the last key may have any value.
     """
     rows = max(1, STRIP // (grid.bq * grid.k_len))
     strips = [(m, row) for m in range(max(head_to_mask) + 1) for row in range(0, grid.nq, rows)]
     width = span(grid)
 
     def packed(mask: int, queries: slice, first: Tensor) -> Tensor:
+        if read_packed is not None:
+            if len(first) * width >= grid.k_len:
+                return read_packed(queries, first[:1], grid.nk * grid.bk)
+            past = max(0, int(first[-1]) + width - grid.nk * grid.bk)
+            found = read_packed(queries, first, width)
+            return found[:, : found.shape[1] - past // 8]
         if len(first) * width >= grid.k_len:
             found = pairs(mask, queries)
         else:
@@ -210,7 +220,7 @@ def from_strips(
         begin, end = row * grid.bq, min((row + rows) * grid.bq, grid.q_len)
         full, first = _decided(grid, decide, slice(begin, end), width)
         at_once = max(1, CACHED_BYTES // (pair_bytes * len(first) * width))
-        if grid.device.type != "cpu":
+        if grid.device.type != "cpu" or read_packed is not None:
             at_once = rows * grid.bq
         parts = [
             packed(mask, slice(some, min(some + at_once, end)), first)
@@ -225,6 +235,9 @@ def from_strips(
     first_tile = accumulate((len(part) for part in tiles), initial=0)
     tile = torch.cat([part + n for part, n in zip(tile, first_tile, strict=False)])
     full, partial, tiles = (torch.cat(parts) for parts in (full, partial, tiles))
+    if len(strips) > 1:  # strips have tiles in common, and `assemble` reads each several times
+        tiles, again = deduplicate(tiles)
+        tile = again[tile]
     return assemble(grid, head_to_mask, from_points(full), partial, tiles, tile)
 
 

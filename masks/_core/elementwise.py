@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from masks._core.narrow import Narrowed, compared, narrowed
+from masks._core.packed import OPERATIONS, PackedFunction, PackedQueries, PackedRows
 from masks._core.ranges import RULES, Range, Spans, range_of, range_of_number, ranges_of_spans
 
 # What a value depends on: (a, b), without a common divisor, for the sum a q + b k; a set for the
@@ -184,6 +185,31 @@ class ElementwiseFunction:
             of_integers = isinstance(step.operation, Narrowed)
             sizes.append((step.operation.dtype if of_integers else step.result).itemsize)
         return max(sizes, default=1)
+
+    def packed(self, width: int) -> PackedFunction | None:
+        """The function for eight pairs at a time; None if pairs need more than bitwise operations.
+
+        Args:
+            width: Number of keys, rounded up to whole spans.
+        """
+        steps = [step for step, _ in self.pair_steps]
+        read = {id(self.output): self.output} | {id(t): t for s in steps for t in _inputs(s)}
+        known = self.values.keys() | {id(step.result) for step in steps}
+        if self.k.device.type != "cpu" or any(t.dtype != torch.bool for t in read.values()):
+            return None
+        if read.keys() - known or any(s.operation not in OPERATIONS or s.options for s in steps):
+            return None
+        values = {}
+        for i, value in self.values.items():
+            if self.dependences[i] == QUERY:
+                values[i] = PackedQueries(value)
+            else:
+                begins = self.row_begins.get(self.dependences[i], self.k.new_zeros(1))
+                values[i] = PackedRows(value, begins, width)
+        operations = [
+            (OPERATIONS[s.operation], [*map(id, s.arguments)], id(s.result)) for s in steps
+        ]
+        return PackedFunction(values, operations, id(self.output))
 
     def _find_ranges(self) -> None:
         """Finds the ranges of values for all tokens, and the steps that may have narrower ones."""

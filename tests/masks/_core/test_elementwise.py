@@ -154,6 +154,32 @@ def test_operations_on_every_pair(attends, operations, monkeypatch):
     assert len(function.pair_steps) == operations
 
 
+@pytest.mark.parametrize("lengths", [(70, 203), (300, 1024), (1, 5)], ids=str)
+@pytest.mark.parametrize(
+    ("attends", "packed"),
+    [
+        (lambda q, k: (7 * q + 3 * k) % 100 < 10, True),
+        (lambda q, k: ((q ^ k) & 7) == 0, True),
+        (lambda q, k: ((q - k).abs() < 6) & ~(q // 50 == k // 50) | (k % 100 < 3), True),
+        (lambda q, k: (q % 3 == 0) ^ (k % 2 == 0).logical_not(), True),
+        (lambda q, k: q % 3 == 0, True),
+        (lambda q, k: (q ^ k) % 7 == 0, False),
+        (lambda q, k: torch.where(q > k, q % 3 == 0, k % 5 == 1), False),
+    ],
+)
+def test_conditions_are_read_eight_pairs_at_a_time(attends, packed, lengths, monkeypatch):
+    function = ElementwiseFunction(attends)
+    q, k = torch.arange(lengths[0])[:, None], torch.arange(lengths[1])[None]
+    function.record(q[:2], k)
+    function.prepare(q, k)
+    if lengths[0] > 1:
+        assert (function.packed(1024) is not None) == packed
+    if packed and lengths[0] > 1:
+        monkeypatch.delattr(ElementwiseFunction, "pairs")
+    expected = attends(q, k).expand(lengths)
+    assert torch.equal(masks.pattern(attends)(lengths, 16).to_dense(), expected)
+
+
 def test_what_depends_on_the_distance_is_computed_once_for_each():
     function = ElementwiseFunction(lambda q, k: ((q + 1 - k).abs() % 5 < 2) & (k % 3 == 0))
     q, k = torch.arange(50)[:, None], torch.arange(83)[None]
