@@ -21,6 +21,7 @@ from masks.registry import Handled
 
 P = ParamSpec("P")
 DEFAULT_SIZE = (128, 128)
+MAX_NAME = 2**16  # most characters of a name; that of p = (p & a) | p grows twofold in each step
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,12 +99,14 @@ class Pattern(Handled):
     def __invert__(self) -> "Pattern":
         recipe = Recipe("~", {"of": self})
         build = _Operation(lambda mask: ~mask, (self,))
-        return Pattern(f"~{self.name}", build, recipe, self.block_size)
+        return Pattern(_within_limit(f"~{self.name}"), build, recipe, self.block_size)
 
     def _with(self, sign: str, rule, other: "Pattern") -> "Pattern":
         if not isinstance(other, Pattern):
             return NotImplemented
-        name = f"({self.name} {sign} {other.name})"
+        if sign in ("&", "|") and self == other:
+            return self
+        name = _within_limit(f"({self.name} {sign} {other.name})")
         recipe = Recipe(sign, {"left": self, "right": other})
         size = _common_block_size([self, other])
         return Pattern(name, _Operation(rule, (self, other)), recipe, size)
@@ -129,6 +132,12 @@ class Pattern(Handled):
         bq, bk = self.block_size
         own = "" if self.block_size == DEFAULT_SIZE else f".with_block_size(({bq}, {bk}))"
         return f"{self.name}{own}"
+
+
+def _within_limit(name: str) -> str:
+    """The name, without its middle if it is too long."""
+    half = MAX_NAME // 2
+    return name if len(name) <= MAX_NAME else f"{name[:half]} ... {name[-half:]}"
 
 
 @dataclass(frozen=True)
@@ -290,7 +299,7 @@ def stack(masks):
         built = {m: m.build(grid) for m in distinct}
         return block_mask.stack([built[m] for m in masks])
 
-    name = f"stack({', '.join(m.name for m in masks)})"
+    name = _within_limit(f"stack({', '.join(m.name for m in masks)})")
     recipe = Recipe("stack", {"masks": list(masks)})
     return Pattern(name, build, recipe, _common_block_size(masks))
 

@@ -26,6 +26,7 @@ from masks.mask_batch import MaskBatch
 
 VERSION = 1
 _DEEP = "too many levels"
+MAX_PATTERNS = 10_000  # of an expression; p = (p & a) | p has twice as many in each step
 HEADER = "masks"  # the key of the safetensors metadata
 _MAKERS = {
     "&": operator.and_,
@@ -48,8 +49,7 @@ def save(mask: Pattern | BlockMask, path: str | Path) -> None:
 
     Raises:
         TypeError: `mask` is neither a BlockMask nor a Pattern.
-        ValueError: `mask` is a pattern of a Python function, or of too many levels of operations,
-            which cannot be saved. Its mask at a length can be saved.
+        ValueError: `mask` is a pattern that to_json refuses. Its mask at a length can be saved.
         OSError: The file cannot be written.
     """
     if isinstance(mask, Pattern):
@@ -107,13 +107,13 @@ def to_json(pattern: Pattern) -> str:
 
     Raises:
         TypeError: `pattern` is not a Pattern.
-        ValueError: It is a pattern of a Python function, or has too many levels of operations: it
-            cannot be saved.
+        ValueError: It is a pattern of a Python function, or an expression of too many levels or of
+            more than 10,000 patterns: it cannot be saved.
     """
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a Pattern, got {type(pattern).__name__}")
     try:
-        return json.dumps({"version": VERSION, "pattern": _written(pattern)})
+        return json.dumps({"version": VERSION, "pattern": _written(pattern, _Counter())})
     except RecursionError:
         raise ValueError(
             f"pattern has {_DEEP} to be saved: {shortened(pattern)}; save its mask at a length"
@@ -141,21 +141,37 @@ def from_json(text: str) -> Pattern:
     return _read_pattern(header["pattern"], "text")
 
 
-def _written(value: Any) -> Any:
+class _Counter:
+    """Counts the patterns of an expression, and refuses too many."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self) -> None:
+        """Counts one. Raises ValueError if there are too many."""
+        self._count += 1
+        if self._count > MAX_PATTERNS:
+            raise ValueError(f"an expression may have at most {MAX_PATTERNS:,} patterns")
+
+
+def _written(value: Any, counter: _Counter) -> Any:
     """A recipe as {maker: arguments}; other values as values of JSON."""
     if isinstance(value, Pattern):
+        counter.add()
         if value.recipe is None:
-            raise ValueError(f"pattern {value} has a Python function, which cannot be saved")
+            raise ValueError(
+                f"pattern {shortened(value)} has a Python function, which cannot be saved"
+            )
         maker, arguments = value.recipe
-        return {maker: {name: _written(argument) for name, argument in arguments.items()}}
+        return {maker: {name: _written(part, counter) for name, part in arguments.items()}}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_written(item) for item in value]
+        return [_written(item, counter) for item in value]
     return value
 
 
 def _read_pattern(written: Any, name: str) -> Pattern:
     try:
-        pattern = _read(written)
+        pattern = _read(written, _Counter())
     except UNREADABLE as error:
         raise ValueError(f"pattern of {name} cannot be read: {error or _DEEP}") from error
     if not isinstance(pattern, Pattern):
@@ -163,24 +179,48 @@ def _read_pattern(written: Any, name: str) -> Pattern:
     return pattern
 
 
-def _read(value: Any) -> Any:
+def _read(value: Any, counter: _Counter) -> Any:
     """The inverse of _written."""
     if isinstance(value, list):
-        return tuple(_read(item) for item in value)
+        return tuple(_read(item, counter) for item in value)
     if not isinstance(value, dict):
         return value
+    counter.add()
+    if len(value) != 1 or not all(isinstance(written, dict) for written in value.values()):
+        raise ValueError(
+            'a pattern must be written as {"name": {"argument": value, ...}}, got '
+            f"{shortened(value)}"
+        )
     ((maker, written),) = value.items()
-    arguments = {name: _read(argument) for name, argument in written.items()}
+    arguments = {name: _read(argument, counter) for name, argument in written.items()}
     if maker in _MAKERS:
         return _MAKERS[maker](*arguments.values())
     return call_builtin(maker, **arguments)
+
+
+def read_json(text: str | bytes) -> Any:
+    """json.loads, which refuses an object in which a key is given twice.
+
+    Raises:
+        ValueError: The text is not JSON, or gives a key twice.
+    """
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {shortened(name)} is given twice")
+        found[name] = value
+    return found
 
 
 def _read_header(text: str | None, name: str) -> dict[str, Any]:
     if text is None:
         raise ValueError(f"{name} must have a mask, got none")
     try:
-        header = json.loads(text)
+        header = read_json(text)
     except (ValueError, RecursionError, MemoryError) as error:
         raise ValueError(
             f"{name} must be written by masks, got {shortened(text)}: {error}"

@@ -27,6 +27,7 @@ from masks._parse import UNREADABLE
 from masks.arguments import check_floating_dtype, check_integer, check_integers
 from masks.mask_batch import check_block_mask
 from masks.registry import Caching
+from masks.serialize import read_json
 from sparseflash.distributed.assign import (
     NO_ROWS,
     STRATEGIES,
@@ -335,7 +336,7 @@ class ContextPlan(Caching):
         try:
             with safe_open(path, framework="pt") as file:
                 owner, shared = file.get_tensor("owner"), file.get_tensor("shared")
-                header = json.loads((file.metadata() or {})[HEADER])
+                header = read_json((file.metadata() or {})[HEADER])
             return _saved_plan(mask, header, owner, shared)
         except (SafetensorError, *UNREADABLE) as error:
             raise ValueError(f"file {path} contains no valid context plan: {error!r}") from error

@@ -7,6 +7,7 @@ from pathlib import Path
 import masks
 from masks import Pattern
 from masks._parse import as_pattern, names_file, shortened
+from masks.serialize import read_json
 
 Heads = Pattern | str | None
 Layers = Heads | Sequence[Heads | Sequence[Heads]] | Mapping | Path
@@ -53,7 +54,7 @@ def layer_patterns(
 
 def _read_profile(path: Path) -> Layers:
     try:
-        read = json.loads(path.read_text())
+        read = read_json(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"pattern cannot be read from {path}: {error}") from error
     if names_file(json.dumps(read)):

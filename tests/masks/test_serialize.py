@@ -81,6 +81,29 @@ def test_a_pattern_of_too_many_levels_is_not_saved(tmp_path):
             write(deep)
 
 
+def test_an_expression_of_too_many_patterns_is_neither_saved_nor_read():
+    grown = masks.local(3)
+    for window in range(40):  # what is written has twice as many patterns in each step
+        grown = (grown & masks.local(window)) | grown
+    assert len(grown.name) < 100_000
+    assert len(repr(masks.stack([grown, ~grown]))) < 100_000
+    with pytest.raises(ValueError, match="at most 10,000 patterns"):
+        masks.to_json(grown)
+    patterns = ", ".join(['{"full": {}}'] * 10_000)
+    with pytest.raises(ValueError, match=r"text cannot be read: .* at most 10,000 patterns"):
+        masks.from_json(f'{{"version": 1, "pattern": {{"stack": {{"masks": [{patterns}]}}}}}}')
+
+
+def test_a_pattern_and_itself_are_one_pattern():
+    pattern = masks.local(3).with_block_size(64)
+    grown = pattern
+    for _ in range(40):
+        grown = (grown & grown) | grown
+    assert grown is pattern
+    assert masks.from_json(masks.to_json(grown)) == pattern
+    assert not (pattern - pattern)(64).nnz_blocks
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -90,8 +113,21 @@ def test_a_pattern_of_too_many_levels_is_not_saved(tmp_path):
         ("[]", "version 1, got None"),
         ("full()", r"text must be written by masks, got 'full\(\)'"),
         ('{"version": 1, "pattern": 3}', "text must have a pattern, got 3"),
-        ('{"version": 1, "pattern": {}}', "pattern of text cannot be read"),
-        ('{"version": 1, "pattern": {"local": 3}}', "pattern of text cannot be read"),
+        ('{"version": 1, "pattern": {}}', "a pattern must be written as .*, got {}"),
+        ('{"version": 1, "pattern": {"local": 3}}', "must be written as .*, got {'local': 3}"),
+        (
+            '{"version": 1, "pattern": {"stack": []}}',
+            r"must be written as .*, got {'stack': \[\]}",
+        ),
+        (
+            '{"version": 1, "pattern": {"full": {}, "causal": {}}}',
+            "must be written as .*, got {'full': {}, 'causal': {}}",
+        ),
+        (
+            '{"version": 1, "pattern": {"local": {"window": 3, "window": 5}}}',
+            "key 'window' is given twice",
+        ),
+        ('{"version": 1, "version": 1, "pattern": {"full": {}}}', "key 'version' is given twice"),
         ('{"version": 1, "pattern": {"local": {"window": 0.5}}}', "window must be an integer"),
     ],
 )

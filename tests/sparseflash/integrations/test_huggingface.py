@@ -424,6 +424,13 @@ def test_patterns_that_do_not_fit_a_model_change_nothing(pattern, options, messa
     assert getattr(model.config, "sparse_pattern", None) is None
 
 
+def test_a_file_of_patterns_gives_no_key_twice(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text('{"layers": [], "layers": [{"heads": ["full"]}]}')
+    with pytest.raises(ValueError, match=r"profile\.json: the key 'layers' is given twice"):
+        sparseflash.sparsify(llama(), path)
+
+
 def test_what_is_no_model_and_no_name_is_refused():
     with pytest.raises(TypeError, match="model must be a model of transformers, got Linear"):
         sparseflash.sparsify(torch.nn.Linear(2, 2), LOCAL)
