@@ -54,9 +54,10 @@ def test_costs_are_in_proportion_to_what_is_built(pattern, seq_len, limit):
         (masks.global_tokens(np.random.default_rng(0).choice(MILLION, 1000, replace=False)), 4),
         (masks.dilated(1000, 1000), 6),
         (masks.dilated(2800, 100), 8),
+        (masks.dilated(1 << 16, 4), 6),
         (masks.random(0.5), 5),
     ],
-    ids=["global_tokens", "far dilated", "dilated", "random"],
+    ids=["global_tokens", "far dilated", "dilated", "wide dilated", "random"],
 )
 def test_costs_at_a_million_tokens(pattern, limit):
     made = []

@@ -82,13 +82,13 @@ def test_a_pattern_of_too_many_levels_is_not_saved(tmp_path):
 
 
 def test_an_expression_of_too_many_patterns_is_neither_saved_nor_read():
-    grown = masks.local(3)
+    doubled = masks.local(3)
     for window in range(40):  # what is written has twice as many patterns in each step
-        grown = (grown & masks.local(window)) | grown
-    assert len(grown.name) < 100_000
-    assert len(repr(masks.stack([grown, ~grown]))) < 100_000
+        doubled = (doubled & masks.local(window)) | doubled
+    assert len(doubled.name) < 100_000
+    assert len(repr(masks.stack([doubled, ~doubled]))) < 100_000
     with pytest.raises(ValueError, match="at most 10,000 patterns"):
-        masks.to_json(grown)
+        masks.to_json(doubled)
     patterns = ", ".join(['{"full": {}}'] * 10_000)
     with pytest.raises(ValueError, match=r"text cannot be read: .* at most 10,000 patterns"):
         masks.from_json(f'{{"version": 1, "pattern": {{"stack": {{"masks": [{patterns}]}}}}}}')
@@ -96,11 +96,11 @@ def test_an_expression_of_too_many_patterns_is_neither_saved_nor_read():
 
 def test_a_pattern_and_itself_are_one_pattern():
     pattern = masks.local(3).with_block_size(64)
-    grown = pattern
+    doubled = pattern
     for _ in range(40):
-        grown = (grown & grown) | grown
-    assert grown is pattern
-    assert masks.from_json(masks.to_json(grown)) == pattern
+        doubled = (doubled & doubled) | doubled
+    assert doubled is pattern
+    assert masks.from_json(masks.to_json(doubled)) == pattern
     assert not (pattern - pattern)(64).nnz_blocks
 
 
