@@ -1,13 +1,13 @@
 """Compiles the kernels of both passes at the same time."""
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from masks.registry import Cache
-from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.call import Call, Plan
 
 _compiled = Cache()
 
@@ -41,9 +41,17 @@ def _pass_through(call: Call, tensors: tuple[Tensor, Tensor, Tensor], needs: tup
 def compile_before_first_call(
     call: Call, tensors: tuple[Tensor, Tensor, Tensor], needs: tuple[bool, ...]
 ) -> None:
-    """Compiles the kernels of both passes of a call, unless a call with this spec did."""
-    variant = (call.spec, call.table.by_query.has_partial, needs)
+    """Compiles the kernels of both passes of a call, unless one that needs the same ones did."""
+    plans = (call.plan, call.plan.forward or call.plan)
+    variant = (call.spec, needs, *(_compiled_for(plan) for plan in plans))
     if variant in _compiled or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     _compiled[variant] = True
     compile_passes([(call, tensors, needs)])
+
+
+def _compiled_for(plan: Plan) -> tuple[Hashable, ...]:
+    """What masks of calls with equal specs decide, and for which other kernels are compiled."""
+    table = plan.table
+    partial = (table.by_query.has_partial, table.by_key.has_partial)
+    return (plan.backend.name, table.block_size, *partial)
