@@ -33,7 +33,8 @@ class _Kernel(NamedTuple):
         name: The name of the kernel in the backends.
         by_key: Whether its work tiles are block rows of keys.
         products: Number of matrix products (queries x keys x dims) of a block.
-        left_in_shared: How many of these read the left operand from shared memory too.
+        left_in_shared: How many of these read the left operand from shared memory too, besides
+            those of _WorkTiles.
         resident: Number of tensors (tokens x dims) that are read or written once for a row.
         resident_bytes: Further bytes for each token of a row.
         streamed_bytes: Bytes for each token of a listed block besides those of two tensors.
@@ -77,6 +78,8 @@ class _WorkTiles(NamedTuple):
         dims: Dims of a tile.
         per_wave: Number of work tiles that run at a time.
         heads_per_group: Number of heads whose work tiles are scheduled together.
+        reads_of_query: How many times the forward kernel reads Q of a work tile from shared memory
+            for each block; 0 if registers hold Q.
     """
 
     rows: int
@@ -84,6 +87,7 @@ class _WorkTiles(NamedTuple):
     dims: int
     per_wave: int
     heads_per_group: int
+    reads_of_query: int = 0
 
 
 def attention(
@@ -179,7 +183,8 @@ def _backend_for(spec: AttentionSpec, mask: BlockMask, device: Device) -> str:
 def _hopper_work_tiles(
     kernel: _Kernel, table: LookupTable, spec: AttentionSpec, device: Device
 ) -> _WorkTiles:
-    from sparseflash.backends.hopper.launch import heads_per_group_of
+    from sparseflash.backends.hopper.kernels.forward import holds_query_in_registers
+    from sparseflash.backends.hopper.launch import heads_per_group_of, kv_tile
 
     side, dims = table.block_size[kernel.by_key], hopper_configs.tile_width(spec.head_dim)
     configs = {
@@ -196,7 +201,10 @@ def _hopper_work_tiles(
     per_wave = config.ctas_per_sm * device.multiprocessors
     num_bh = spec.batch * kernel.row_heads(spec)
     heads_per_group = heads_per_group_of(spec, kernel.rows(table), num_bh, per_wave)
-    return _WorkTiles(side, 1, dims, per_wave, heads_per_group)
+    reads_of_query = 0
+    if kernel.name == "forward" and not holds_query_in_registers(side, dims):
+        reads_of_query = table.block_size[1] // kv_tile(side, spec.head_dim).rows
+    return _WorkTiles(side, 1, dims, per_wave, heads_per_group, reads_of_query)
 
 
 def _triton_work_tiles(
@@ -259,7 +267,7 @@ def _cost_of(
 
     pairs = blocks * row_side * column_side
     right = kernel.products * row_side * column_side / WARPGROUP_ROWS
-    left = kernel.left_in_shared * row_side
+    left = (kernel.left_in_shared + work.reads_of_query) * row_side
     operand = blocks * work.dims * spec.dtype.itemsize
     loads = 2 * passes * column_side
     return KernelCost(

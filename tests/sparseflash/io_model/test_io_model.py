@@ -81,6 +81,21 @@ def test_keys_that_no_row_lists_are_not_read():
     assert cost.memory_bytes == pytest.approx(n * (2 * D * E + 4) + 256 * 2 * D * E, rel=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "rows", "reads"),
+    # Registers hold Q in tiles of 128 up to 128 dims. A block of 256 dims has two tiles of keys.
+    [(64, 5, 128, 0), (64, 32, 192, 1), (128, 32, 128, 0), (256, 4, 128, 2)],
+)
+def test_products_read_queries_from_shared_memory_where_registers_do_not_hold_them(
+    head_dim, heads, rows, reads
+):
+    n = 3072
+    cost = attention(masks.full()(n), head_dim, heads=heads, batch=4, backend="hopper")
+    tiles = 4 * heads * n**2 // (rows * 128)
+    keys_and_values = 2 * 128 * (1 + rows // 64)  # written, and read by each warpgroup
+    assert cost.shared_bytes == tiles * (keys_and_values + reads * rows) * head_dim * E
+
+
 def test_what_lies_past_the_end_is_not_read():
     whole, clipped = (attention(masks.full()(n), D) for n in (1024, 1000))
     assert clipped.flops == whole.flops

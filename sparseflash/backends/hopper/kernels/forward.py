@@ -163,6 +163,12 @@ def num_load_wait_warps(rows, dims, masked):
     return int(rows > WARPGROUP_M.value and (dims == 128 or (dims == 64 and masked)))
 
 
+@gluon.constexpr_function
+def holds_query_in_registers(rows, dims):
+    """Whether registers hold Q, so that products read K alone from shared memory."""
+    return dims <= MAX_QUERY_REGISTER_DIMS.value and rows <= 2 * WARPGROUP_M.value
+
+
 @gluon.jit
 def specialize_warps(queries, keys, values, outs, lse, max_logits, pipelines, params,
                      LOAD_WAIT_WARPS: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr,
@@ -369,7 +375,7 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
     query_pipeline, key_pipeline, value_pipeline = pipelines
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
     HEAD_DIMS: gl.constexpr = key_pipeline.buffers.shape[4]
-    if HEAD_DIMS <= MAX_QUERY_REGISTER_DIMS and params.rows <= 2 * WARPGROUP_M:
+    if holds_query_in_registers(params.rows, HEAD_DIMS):
         query = as_matrix(stage_as(query_pipeline, query_buffer, WARPGROUP_M, HEAD_DIMS))
         query = query.load(operand_a_layout(const.S_LAYOUT))
     else:
