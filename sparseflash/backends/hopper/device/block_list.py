@@ -62,11 +62,11 @@ def key_blocks_of_row(params, batch, head, row):
     if params.key_lengths is not None:
         partial_start, full_start = blocks.partial_start, blocks.full_start
         # Block indices ascend within a row, so the blocks before the key length come first.
-        n_reached = gl.cdiv(blocks.key_length, params.block)
+        n_reached = gl.cdiv(blocks.key_length, params.column_tokens)
         n_partial = count_below(
             params.table.partial_index, partial_start, blocks.n_partial, n_reached
         )
-        n_whole = blocks.key_length // params.block
+        n_whole = blocks.key_length // params.column_tokens
         n_full = count_below(params.table.full_index, full_start, blocks.n_full, n_whole)
         n_full_or_clipped = count_below(
             params.table.full_index, full_start, blocks.n_full, n_reached
@@ -81,7 +81,7 @@ def query_blocks_of_row(params, batch, head, row):
     """The blocks of a block row of keys; none if all of its keys are past the key length."""
     blocks = read_block_row(params, batch, head, row)
     if params.key_lengths is not None:
-        inside = row * params.rows < blocks.key_length
+        inside = row * params.row_tokens < blocks.key_length
         n_partial = gl.where(inside, blocks.n_partial, 0)
         n_full = gl.where(inside, blocks.n_full, 0)
         blocks = RowBlocks(blocks.key_length, blocks.partial_start, n_partial, blocks.n_clipped,
@@ -92,9 +92,9 @@ def query_blocks_of_row(params, batch, head, row):
 @gluon.jit
 def tile_start(params, blocks, i, TILE: gl.constexpr):
     """The first token of the i-th tile of a block row, in tiles of TILE tokens."""
-    TILES_PER_BLOCK: gl.constexpr = params.block // TILE
+    TILES_PER_BLOCK: gl.constexpr = params.column_tokens // TILE
     block = block_index(params, blocks, i // TILES_PER_BLOCK)
-    return block * params.block + i % TILES_PER_BLOCK * TILE
+    return block * params.column_tokens + i % TILES_PER_BLOCK * TILE
 
 
 @gluon.jit
@@ -154,8 +154,8 @@ def load_block_list(keys, values, key_pipeline, value_pipeline, params, batch, k
     block = gl.load(index + start)
     for i in range(start, start + count):
         next_block = gl.load(index + i + 1)
-        for tile in gl.static_range(params.block // TILE_N):
-            key_start = block * params.block + tile * TILE_N
+        for tile in gl.static_range(params.column_tokens // TILE_N):
+            key_start = block * params.column_tokens + tile * TILE_N
             producer_load(key_pipeline, keys, batch, kv_head, key_start, state)
             producer_load(value_pipeline, values, batch, kv_head, key_start, state)
             state = advance(state, STAGES)

@@ -16,10 +16,10 @@ def bit_tile_words(params, partial_entry, first_row, first_word, TILE_N: gl.cons
     first_row, first_word: first row of the tile in the block; first word of the tile in each row
     LAYOUT:                layout of S
     """
-    WORDS: gl.constexpr = params.block // 32  # of a row of a bit tile
+    WORDS: gl.constexpr = params.column_tokens // 32  # of a row of a bit tile
     bit_tile = gl.load(params.table.partial_bit_tile + partial_entry).to(gl.int64)
     rows = first_row + gl.arange(0, WARPGROUP_M, layout=gl.SliceLayout(1, LAYOUT))
-    word_ptr = params.table.bit_tiles + (bit_tile * params.rows + rows) * WORDS + first_word
+    word_ptr = params.table.bit_tiles + (bit_tile * params.row_tokens + rows) * WORDS + first_word
     words = (gl.load(word_ptr), gl.load(word_ptr + 1))
     if TILE_N == 128:
         words = (words[0], words[1], gl.load(word_ptr + 2), gl.load(word_ptr + 3))
@@ -51,7 +51,7 @@ def query_mask_words_or_zeros(params, blocks, i, n_masked, first_row, LAYOUT: gl
 @gluon.jit
 def query_mask_words(params, blocks, i, first_row, LAYOUT: gl.constexpr):
     """bit_tile_words of the i-th tile of 64 queries of a block row of keys."""
-    TILES_PER_BLOCK: gl.constexpr = params.block // WARPGROUP_M
+    TILES_PER_BLOCK: gl.constexpr = params.column_tokens // WARPGROUP_M
     partial_entry = blocks.partial_start + i // TILES_PER_BLOCK
     first_word = i % TILES_PER_BLOCK * (WARPGROUP_M // 32)
     return bit_tile_words(params, partial_entry, first_row, first_word, WARPGROUP_M, LAYOUT)
@@ -64,7 +64,7 @@ def key_mask_words(params, blocks, i, first_row, TILE_N: gl.constexpr, LAYOUT: g
     Bits of keys past the key length are 0.
     """
     table = params.table
-    TILES_PER_BLOCK: gl.constexpr = params.block // TILE_N
+    TILES_PER_BLOCK: gl.constexpr = params.column_tokens // TILE_N
     i_block, first_key = i // TILES_PER_BLOCK, i % TILES_PER_BLOCK * TILE_N
     partial_entry = blocks.partial_start + i_block
     words = bit_tile_words(params, partial_entry, first_row, first_key // 32, TILE_N, LAYOUT)
@@ -76,7 +76,7 @@ def key_mask_words(params, blocks, i, first_row, TILE_N: gl.constexpr, LAYOUT: g
         partial_block = gl.load(table.partial_index + partial_entry)
         clipped_block = gl.load(table.full_index + blocks.full_start + blocks.n_full)
         key_block = gl.where(is_partial, partial_block, clipped_block)
-        keys = blocks.key_length - key_block * params.block - first_key
+        keys = blocks.key_length - key_block * params.column_tokens - first_key
         bounded = (
             (words[0] | all_bits) & low_bits(keys),
             (words[1] | all_bits) & low_bits(keys - 32),

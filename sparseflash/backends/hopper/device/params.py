@@ -93,7 +93,7 @@ class Params(NamedTuple):
     to another name makes them run-time values. They are not in a nested tuple: gl.warp_specialize
     of Triton 3.6 makes constexprs of nested tuples run-time values.
 
-    rows, block:  side of a block of the table along its rows, and along its columns, in tokens
+    row_tokens, column_tokens: tokens of a block row of the table, and of a block column
     key_lengths:  keys of every batch element, or None
     work_counter: atomic counter of the dynamic tile scheduler, or None
     work_queue:   the pipeline through which the producer publishes work tiles
@@ -101,8 +101,8 @@ class Params(NamedTuple):
     score_function, has_score_mod, has_derivative: None, False, False if S = scale Q K^T
     """
 
-    rows: gl.constexpr
-    block: gl.constexpr
+    row_tokens: gl.constexpr
+    column_tokens: gl.constexpr
     table: Table
     sizes: Sizes
     key_lengths: gl.tensor

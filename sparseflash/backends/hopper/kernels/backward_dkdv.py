@@ -119,7 +119,7 @@ def specialize_warps(queries, grad_outs, lse_delta, keys, values, grad_keys, gra
                      pipelines, params, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
                      STAGES: gl.constexpr, KEY_STAGES: gl.constexpr):  # fmt: skip
     """Starts a consumer in each warpgroup and the producer in one warp."""
-    if params.block == WARPGROUP_M:
+    if params.row_tokens == WARPGROUP_M:
         gl.warp_specialize(
             [
                 (consumer, (grad_keys, grad_values, pipelines, params, 0, QHEADS_PER_KVHEAD,
@@ -187,9 +187,9 @@ def producer(queries, grad_outs, lse_delta, keys, values, grad_keys, pipelines, 
 def load_key_value_row(keys, values, key_pipeline, value_pipeline, LOAD_VALUES: gl.constexpr,
                        params, batch, kv_head, row, state):  # fmt: skip
     """Loads K and, if LOAD_VALUES, V of a block row of keys."""
-    WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
+    WARPGROUPS: gl.constexpr = params.row_tokens // WARPGROUP_M
     for warpgroup in gl.static_range(WARPGROUPS):
-        key_start = row * params.block + warpgroup * WARPGROUP_M
+        key_start = row * params.row_tokens + warpgroup * WARPGROUP_M
         buffer_state = warpgroup_state(state, WARPGROUPS, warpgroup)
         producer_load(key_pipeline, keys, batch, kv_head, key_start, buffer_state)
         if LOAD_VALUES:
@@ -205,8 +205,8 @@ def load_query_tiles(queries, grad_outs, lse_delta, query_pipeline, grad_out_pip
     block = gl.load(index + start)
     for i in range(start, start + count):
         next_block = gl.load(index + i + 1)
-        for tile in gl.static_range(params.block // WARPGROUP_M):
-            query_start = block * params.block + tile * WARPGROUP_M
+        for tile in gl.static_range(params.column_tokens // WARPGROUP_M):
+            query_start = block * params.column_tokens + tile * WARPGROUP_M
             # Q, LSE and delta share a stage and its full barrier, which expects the bytes of all.
             full_barrier = query_pipeline.full_barriers.index(state.stage)
             producer_acquire(query_pipeline, state)
@@ -231,9 +231,9 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
              QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
              KEY_STAGES: gl.constexpr):  # fmt: skip
     """Computes 64 keys of each work tile. `state` is that of the next tile of queries."""
-    WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
+    WARPGROUPS: gl.constexpr = params.row_tokens // WARPGROUP_M
     query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers = pipelines
-    TILES_PER_BLOCK: gl.constexpr = params.block // WARPGROUP_M
+    TILES_PER_BLOCK: gl.constexpr = params.column_tokens // WARPGROUP_M
     HEAD_DIMS: gl.constexpr = key_pipeline.buffers.shape[4]
     DTYPE: gl.constexpr = key_pipeline.buffers.dtype
     COMPUTE_DK: gl.constexpr = grad_keys is not None
@@ -250,7 +250,7 @@ def consumer(grad_keys, grad_values, pipelines, params, WARPGROUP: gl.constexpr,
     work_state = PipelineState(0, 0)
     work, work_state = receive_work(params, work_state)
     while work.row >= 0:
-        key_start = work.row * params.block + WARPGROUP * WARPGROUP_M
+        key_start = work.row * params.row_tokens + WARPGROUP * WARPGROUP_M
         # receive_work overwrites `work` before dK and dV are stored.
         batch, kv_head, key_length = work.batch, work.head, work.blocks.key_length
         buffer = key_state.stage * WARPGROUPS + WARPGROUP

@@ -129,7 +129,7 @@ def specialize_warps(queries, grad_outs, outs, keys, values, grad_queries, lse_t
                      params, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
                      STAGES: gl.constexpr):  # fmt: skip
     """Starts a consumer in each warpgroup and the producer in one warp."""
-    if params.block == WARPGROUP_M:
+    if params.row_tokens == WARPGROUP_M:
         gl.warp_specialize(
             [
                 (consumer, (grad_queries, lse_tensors, pipelines, params, 0, MASKED, STAGES)),
@@ -156,7 +156,7 @@ def specialize_warps(queries, grad_outs, outs, keys, values, grad_queries, lse_t
 def producer(queries, grad_outs, outs, keys, values, pipelines, params,
              QHEADS_PER_KVHEAD: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Loads the tiles that consumers read, as far ahead as the pipelines allow."""
-    WARPGROUPS: gl.constexpr = params.block // WARPGROUP_M
+    WARPGROUPS: gl.constexpr = params.row_tokens // WARPGROUP_M
     query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline = pipelines
     state = PipelineState(0, 1)
     query_phase = 1
@@ -167,7 +167,7 @@ def producer(queries, grad_outs, outs, keys, values, pipelines, params,
         batch, head, row = decode_work_id(params, work_id, 1)
         blocks = key_blocks_of_row(params, batch, head, row)
         work_state = publish_work(params, WorkTile(batch, head, row, blocks), work_state)
-        query_start = row * params.block
+        query_start = row * params.row_tokens
         # Both pipelines share one state, so with one warpgroup the other one skips a stage.
         if WARPGROUPS == 1 and outs.block_type.shape[3] > keys.block_type.shape[3]:
             producer_acquire(key_pipeline, state)
@@ -184,7 +184,7 @@ def producer(queries, grad_outs, outs, keys, values, pipelines, params,
         state = advance(state, STAGES)
         # In the order in which consumers release the buffers of the work tile before.
         for warpgroup in gl.static_range(WARPGROUPS):
-            query_start = row * params.block + warpgroup * WARPGROUP_M
+            query_start = row * params.row_tokens + warpgroup * WARPGROUP_M
             buffer_state = PipelineState(warpgroup, query_phase)
             producer_load(grad_out_pipeline, grad_outs, batch, head, query_start, buffer_state)
             producer_load(query_pipeline, queries, batch, head, query_start, buffer_state)
@@ -204,7 +204,7 @@ def consumer(grad_queries, lse_tensors, pipelines, params, WARPGROUP: gl.constex
     query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline = pipelines
     HEAD_DIMS: gl.constexpr = grad_queries.block_type.shape[3]
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
-    TILES_PER_BLOCK: gl.constexpr = params.block // TILE_N
+    TILES_PER_BLOCK: gl.constexpr = params.column_tokens // TILE_N
     S_LAYOUT: gl.constexpr = accumulator_layout(TILE_N)
     DQ_LAYOUT: gl.constexpr = accumulator_layout(HEAD_DIMS)
     query = stage_matrix(query_pipeline, WARPGROUP)
@@ -219,7 +219,7 @@ def consumer(grad_queries, lse_tensors, pipelines, params, WARPGROUP: gl.constex
         n_masked = (work.blocks.n_partial + work.blocks.n_clipped) * TILES_PER_BLOCK
         n_tiles = n_masked + work.blocks.n_full * TILES_PER_BLOCK
         bh = work.batch * params.sizes.heads + work.head
-        query_start = work.row * params.block + WARPGROUP * WARPGROUP_M
+        query_start = work.row * params.row_tokens + WARPGROUP * WARPGROUP_M
         state = advance(state, STAGES)
         lse_log2, minus_delta = prologue(
             lse_tensors, pipelines, params, bh, query_start, state, query_phase, WARPGROUP,
@@ -263,7 +263,9 @@ def prologue(lse_tensors, pipelines, params, bh, query_start, state, query_phase
     _, grad_out_pipeline, key_pipeline, value_pipeline = pipelines
     VALUE_DIMS: gl.constexpr = grad_out_pipeline.buffers.shape[4]
     IS_WIDER: gl.constexpr = key_pipeline.buffers.shape[4] < VALUE_DIMS
-    OUT_IN_KEYS: gl.constexpr = WARPGROUP == 0 and not (params.block == WARPGROUP_M and IS_WIDER)
+    OUT_IN_KEYS: gl.constexpr = WARPGROUP == 0 and not (
+        params.row_tokens == WARPGROUP_M and IS_WIDER
+    )
     LAYOUT: gl.constexpr = delta_input_layout(VALUE_DIMS)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     # A thread reads LSE and delta of the rows of S that it holds, so no exchange is needed.
@@ -277,7 +279,7 @@ def prologue(lse_tensors, pipelines, params, bh, query_start, state, query_phase
     consumer_wait(grad_out_pipeline, PipelineState(WARPGROUP, query_phase))
     grad_out = stage_matrix(grad_out_pipeline, WARPGROUP).load(LAYOUT)  # [64, D]
     minus_delta = compute_minus_delta(out, grad_out, grad_lse)
-    padded_len = params.sizes.num_rows * params.block
+    padded_len = params.sizes.num_rows * params.row_tokens
     write_lse_delta(lse_tensors, lse_log2, minus_delta, bh, tokens, padded_len)
     # These loads of O must complete before TMA overwrites its buffers.
     fence_async_shared()

@@ -271,7 +271,7 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
     work_state = PipelineState(0, 0)
     work, work_state = receive_work(params, work_state)
     while work.row >= 0:
-        key_start = work.row * params.block + WARPGROUP * WARPGROUP_M
+        key_start = work.row * params.row_tokens + WARPGROUP * WARPGROUP_M
         # receive_work overwrites `work` before dK and dV are stored.
         batch, kv_head = work.batch, work.head
         dk = gl.zeros([WARPGROUP_M, HEAD_DIMS], gl.float32, GRAD_LAYOUT)  # [64, D]

@@ -47,7 +47,8 @@ def added_dims(dq_buffers):
 @gluon.jit
 def first_tile_of_head(bh, params):
     """The index of the first tile of a (batch, head)."""
-    return bh * (gl.cdiv(params.sizes.q_len, params.block) * (params.block // WARPGROUP_M))
+    blocks = gl.cdiv(params.sizes.q_len, params.column_tokens)
+    return bh * (blocks * (params.column_tokens // WARPGROUP_M))
 
 
 @gluon.jit

@@ -175,7 +175,7 @@ def specialize_warps(queries, keys, values, outs, lse, max_logits, pipelines, pa
                      MASKED: gl.constexpr, STAGES: gl.constexpr,
                      QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Starts a consumer in each warpgroup, the producer and the load-wait warp in a warp each."""
-    if params.rows == WARPGROUP_M:
+    if params.row_tokens == WARPGROUP_M:
         gl.warp_specialize(
             [
                 (consumer, (outs, lse, max_logits, pipelines, params, 0, LOAD_WAIT_WARPS, MASKED,
@@ -186,7 +186,7 @@ def specialize_warps(queries, keys, values, outs, lse, max_logits, pipelines, pa
             [1],
             [PRODUCER_REGISTERS],
         )  # fmt: skip
-    elif params.rows == 3 * WARPGROUP_M:
+    elif params.row_tokens == 3 * WARPGROUP_M:
         gl.warp_specialize(
             [
                 (consumer, (outs, lse, max_logits, pipelines, params, 0, LOAD_WAIT_WARPS, MASKED,
@@ -223,7 +223,7 @@ def specialize_warps(queries, keys, values, outs, lse, max_logits, pipelines, pa
 def producer(queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD: gl.constexpr,
              STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Loads the tiles that consumers read, as far ahead as the pipelines allow."""
-    WARPGROUPS: gl.constexpr = params.rows // WARPGROUP_M
+    WARPGROUPS: gl.constexpr = params.row_tokens // WARPGROUP_M
     query_pipeline, key_pipeline, value_pipeline = pipelines
     state = PipelineState(0, 1)
     query_state = PipelineState(0, 1)
@@ -236,7 +236,7 @@ def producer(queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD: gl.con
         blocks = key_blocks_of_row(params, batch, head, row)
         work_state = publish_work(params, WorkTile(batch, head, row, blocks), work_state)
         for warpgroup in gl.static_range(WARPGROUPS):
-            query_start = row * params.rows + warpgroup * WARPGROUP_M
+            query_start = row * params.row_tokens + warpgroup * WARPGROUP_M
             buffer_state = warpgroup_state(query_state, WARPGROUPS, warpgroup)
             producer_load(query_pipeline, queries, batch, head, query_start, buffer_state)
         query_state = advance(query_state, QUERY_STAGES)
@@ -257,7 +257,7 @@ def load_wait_warp(pipelines, params, LOAD_WAIT_WARPS: gl.constexpr, STAGES: gl.
     stage too, for the empty barriers count it.
     """
     _, key_pipeline, value_pipeline = pipelines
-    TILES_PER_BLOCK: gl.constexpr = params.block // key_pipeline.buffers.shape[3]
+    TILES_PER_BLOCK: gl.constexpr = params.column_tokens // key_pipeline.buffers.shape[3]
     if LOAD_WAIT_WARPS > 0:
         state = PipelineState(0, 0)
         work_state = PipelineState(0, 0)
@@ -274,7 +274,7 @@ def load_wait_warp(pipelines, params, LOAD_WAIT_WARPS: gl.constexpr, STAGES: gl.
                 if i > 0:
                     signal_warpgroup(0, LOAD_WAIT_WARPS)
                     signal_warpgroup(1, LOAD_WAIT_WARPS)
-                    if params.rows == 3 * WARPGROUP_M:
+                    if params.row_tokens == 3 * WARPGROUP_M:
                         signal_warpgroup(2, LOAD_WAIT_WARPS)
                 consumer_wait(value_pipeline, state)
                 consumer_release(value_pipeline, state)
@@ -288,10 +288,10 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
              QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Computes 64 queries of each work tile. `state` is that of the tile last consumed."""
     query_pipeline, key_pipeline, value_pipeline = pipelines
-    WARPGROUPS: gl.constexpr = params.rows // WARPGROUP_M
+    WARPGROUPS: gl.constexpr = params.row_tokens // WARPGROUP_M
     VALUE_DIMS: gl.constexpr = outs.block_type.shape[3]
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
-    TILES_PER_BLOCK: gl.constexpr = params.block // TILE_N
+    TILES_PER_BLOCK: gl.constexpr = params.column_tokens // TILE_N
     S_LAYOUT: gl.constexpr = accumulator_layout(TILE_N)
     O_LAYOUT: gl.constexpr = accumulator_layout(VALUE_DIMS)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
@@ -314,7 +314,7 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
         prev_query_buffer = query_buffer
         query_buffer = query_state.stage * WARPGROUPS + WARPGROUP
         bh = work.batch * params.sizes.heads + work.head
-        query_start = work.row * params.rows + WARPGROUP * WARPGROUP_M
+        query_start = work.row * params.row_tokens + WARPGROUP * WARPGROUP_M
         row_max = gl.full([WARPGROUP_M], NEG_INF, gl.float32, ROW_LAYOUT)
         row_sum = gl.zeros([WARPGROUP_M, THREADS_PER_ROW], gl.float32, thread_row_layout())
         softmax = SoftmaxState(row_max, row_sum)
@@ -375,7 +375,7 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
     query_pipeline, key_pipeline, value_pipeline = pipelines
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
     HEAD_DIMS: gl.constexpr = key_pipeline.buffers.shape[4]
-    if holds_query_in_registers(params.rows, HEAD_DIMS):
+    if holds_query_in_registers(params.row_tokens, HEAD_DIMS):
         query = as_matrix(stage_as(query_pipeline, query_buffer, WARPGROUP_M, HEAD_DIMS))
         query = query.load(operand_a_layout(const.S_LAYOUT))
     else:
@@ -441,7 +441,7 @@ def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pi
     if LOAD_WAIT_WARPS == 0:
         consumer_wait(key_pipeline, state)
     key = stage_matrix(key_pipeline, state.stage)
-    if params.rows > WARPGROUP_M:
+    if params.row_tokens > WARPGROUP_M:
         pingpong_wait(const.WARPGROUP, LOAD_WAIT_WARPS)
     # S_i = Q K_i^T: [64, D] [D, N] -> [64, N]
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -450,8 +450,8 @@ def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pi
     # O += P_{i-1} V_{i-1}: [64, N] [N, D] -> [64, D]
     acc = warpgroup_mma(prev_p, prev_value, acc, is_async=True)
     # After both products: to signal between them was no faster.
-    if params.rows > WARPGROUP_M:
-        pingpong_signal(const.WARPGROUP, params.rows // WARPGROUP_M, LOAD_WAIT_WARPS)
+    if params.row_tokens > WARPGROUP_M:
+        pingpong_signal(const.WARPGROUP, params.row_tokens // WARPGROUP_M, LOAD_WAIT_WARPS)
     if params.dropout.threshold is not None or params.has_score_mod:
         key_start = tile_start(params, blocks, i, TILE_N)
     if params.dropout.threshold is not None:

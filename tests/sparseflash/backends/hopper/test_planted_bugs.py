@@ -205,7 +205,9 @@ ONE_WARPGROUP = {
         Move(Call("producer", "load_key_value_row"), Call("producer", "publish_work")),
     ),
     "bit tiles are read as those of blocks of 128": planted(
-        "device.masking", BOUNDS, Replace("bit_tile_words", "params.block // 32", "128 // 32")
+        "device.masking",
+        BOUNDS,
+        Replace("bit_tile_words", "params.column_tokens // 32", "128 // 32"),
     ),
 }
 FUSED = "kernels.backward_fused"
