@@ -497,6 +497,7 @@ gl = SimpleNamespace(
     program_id=lambda axis: torch.tensor(_program.number),
     num_warps=lambda: 4,
     num_programs=lambda axis: _program.programs,
+    static_assert=_static_assert,
     static_range=range,
     warp_specialize=_warp_specialize,
     allocate_shared_memory=_allocate,

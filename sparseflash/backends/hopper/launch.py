@@ -64,7 +64,7 @@ class PreparedKernel:
 
     The parameters of the kernel are its inputs and outputs, each by its `access`; params.Table;
     key_lengths; the work counter; params.Sizes; scale_log2; params.Dropout; params.ScoreParams;
-    SCORE, QHEADS_PER_KVHEAD, MASKED, BLOCK; the constants of `config`.
+    SCORE, QHEADS_PER_KVHEAD, MASKED, ROW_TOKENS, COLUMN_TOKENS; the constants of `config`.
 
     A launch repeats the previous one of the same plan. So all arguments of the kernel, except
     addresses, the stride of the bias and seeds, must follow from the plan, the strides of the
@@ -137,10 +137,10 @@ class PreparedKernel:
             *(*properties, spec.mask_batch > 1, spec.softcap is None, spec.score),
             *(x is None for x in changing),
         )
+        row_tokens, column_tokens = reversed(block) if self.by_key else block
         constants = {"SCORE": score, "QHEADS_PER_KVHEAD": group, "MASKED": masked}
-        constants |= (
-            {"BLOCK": block[1]} | config.constants | OPTIONS | max_registers(config.ctas_per_sm)
-        )
+        constants |= {"ROW_TOKENS": row_tokens, "COLUMN_TOKENS": column_tokens}
+        constants |= config.constants | OPTIONS | max_registers(config.ctas_per_sm)
         names = self.kernel.arg_names[: len(tensors)]
         names = (*names, "key_lengths", "work_counter", *OF_SCORES)
         names = (*names, "bias_stride", "seed_low", "seed_high")

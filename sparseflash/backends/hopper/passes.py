@@ -61,7 +61,6 @@ def _prepare_forward(
     access = (WARPGROUP_TILE, kv_tile, kv_tile, WARPGROUP_TILE, None, None)
     outputs = layouts_of(empty_out_and_lse(query, value))
     config = configs.FORWARD_CONFIGS[block][configs.tile_width(spec.widest_dim)]
-    config = config._replace(constants={**config.constants, "ROWS": block})
     return PreparedKernel(forward_kernel, access, config, outputs)
 
 

@@ -83,14 +83,15 @@ def backward_dkdv_kernel(
     scale_log2, seed_low, seed_high, threshold, keep_scale, softcap, bias, bias_stride,
     score_floats, score_integers, score_layout,
     SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
-    BLOCK: gl.constexpr,
+    ROW_TOKENS: gl.constexpr, COLUMN_TOKENS: gl.constexpr,
     STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
 ):  # fmt: skip
+    gl.static_assert(ROW_TOKENS == COLUMN_TOKENS, "blocks of the backward pass must be square")
     table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
                   head_to_mask)  # fmt: skip
     sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group,
                   mask_batch_stride)  # fmt: skip
-    WARPGROUPS: gl.constexpr = BLOCK // WARPGROUP_M
+    WARPGROUPS: gl.constexpr = ROW_TOKENS // WARPGROUP_M
     query_pipeline = make_named_barrier_pipeline(queries, 0, STAGES, WARPGROUPS)
     grad_out_pipeline = make_named_barrier_pipeline(grad_outs, STAGES, STAGES, WARPGROUPS)
     key_pipeline = make_pipeline(keys, WARPGROUPS * KEY_STAGES, 1)
@@ -106,8 +107,8 @@ def backward_dkdv_kernel(
     specialize_warps(
         queries, grad_outs, lse_delta, keys, values, grad_keys, grad_values,
         (query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers),
-        Params(BLOCK, BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2,
-               dropout, ScoreParams(softcap, bias, bias_stride,
+        Params(ROW_TOKENS, COLUMN_TOKENS, table, sizes, key_lengths, work_counter, work_queue,
+               scale_log2, dropout, ScoreParams(softcap, bias, bias_stride,
                            ScorePointers(score_floats, score_integers, score_layout)), SCORE,
                has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES,

@@ -95,14 +95,15 @@ def backward_dq_kernel(
     scale_log2, seed_low, seed_high, threshold, keep_scale, softcap, bias, bias_stride,
     score_floats, score_integers, score_layout,
     SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
-    BLOCK: gl.constexpr,
+    ROW_TOKENS: gl.constexpr, COLUMN_TOKENS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
+    gl.static_assert(ROW_TOKENS == COLUMN_TOKENS, "blocks of the backward pass must be square")
     table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
                   head_to_mask)  # fmt: skip
     sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group,
                   mask_batch_stride)  # fmt: skip
-    WARPGROUPS: gl.constexpr = BLOCK // WARPGROUP_M
+    WARPGROUPS: gl.constexpr = ROW_TOKENS // WARPGROUP_M
     pipelines = (
         # Used once for each row, so mbarriers are fast enough; there are only 16 named barriers.
         make_pipeline(queries, WARPGROUPS, 1),
@@ -116,8 +117,8 @@ def backward_dq_kernel(
     fence_async_shared()
     specialize_warps(
         queries, grad_outs, outs, keys, values, grad_queries, lse_tensors, pipelines,
-        Params(BLOCK, BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2,
-               dropout, ScoreParams(softcap, bias, bias_stride,
+        Params(ROW_TOKENS, COLUMN_TOKENS, table, sizes, key_lengths, work_counter, work_queue,
+               scale_log2, dropout, ScoreParams(softcap, bias, bias_stride,
                            ScorePointers(score_floats, score_integers, score_layout)), SCORE,
                has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         QHEADS_PER_KVHEAD, MASKED, STAGES,

@@ -123,15 +123,16 @@ def forward_kernel(
     scale_log2, seed_low, seed_high, threshold, keep_scale, softcap, bias, bias_stride,
     score_floats, score_integers, score_layout,
     SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
-    BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr, ROWS: gl.constexpr,
+    ROW_TOKENS: gl.constexpr, COLUMN_TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
                   head_to_mask)  # fmt: skip
     sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group,
                   mask_batch_stride)  # fmt: skip
-    WARPGROUPS: gl.constexpr = ROWS // WARPGROUP_M
-    LOAD_WAIT_WARPS: gl.constexpr = num_load_wait_warps(ROWS, queries.block_type.shape[3], MASKED)
+    WARPGROUPS: gl.constexpr = ROW_TOKENS // WARPGROUP_M
+    DIMS: gl.constexpr = queries.block_type.shape[3]
+    LOAD_WAIT_WARPS: gl.constexpr = num_load_wait_warps(ROW_TOKENS, DIMS, MASKED)
     # O is stored through the buffer of Q.
     if outs.block_type.shape[3] > queries.block_type.shape[3]:
         query_pipeline = make_pipeline(outs, WARPGROUPS * QUERY_STAGES, 1)
@@ -148,8 +149,8 @@ def forward_kernel(
     specialize_warps(
         queries, keys, values, outs, lse, max_logits,
         (query_pipeline, key_pipeline, value_pipeline),
-        Params(ROWS, BLOCK, table, sizes, key_lengths, work_counter, work_queue, scale_log2,
-               dropout, ScoreParams(softcap, bias, bias_stride,
+        Params(ROW_TOKENS, COLUMN_TOKENS, table, sizes, key_lengths, work_counter, work_queue,
+               scale_log2, dropout, ScoreParams(softcap, bias, bias_stride,
                            ScorePointers(score_floats, score_integers, score_layout)), SCORE,
                has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
         LOAD_WAIT_WARPS, QHEADS_PER_KVHEAD, MASKED, STAGES, QUERY_STAGES,

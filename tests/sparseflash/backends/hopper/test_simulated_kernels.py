@@ -71,6 +71,15 @@ def test_simulated_kernels_on_blocks_of_64_with_all_that_is_optional(head_dim):
         check(pattern, head_dim, lengths=(250, 200), block_size=64, **options)
 
 
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, True)])
+def test_backward_kernels_refuse_blocks_that_are_not_square(needs):
+    query = torch.zeros(1, 1, 256, 64, dtype=torch.float16)
+    call = call_on(hopper, query, query, masks.full()(256, (128, 64)))
+    saved = (query, query, query, query, torch.zeros(1, 1, 256))
+    with simulation(), pytest.raises(ValueError, match="must be square"):
+        hopper.backward(call, query, None, saved, (*needs, False, False, False))
+
+
 def test_a_warpgroup_alone_far_behind_what_is_loaded(monkeypatch):
     monkeypatch.setattr(simulated_gluon, "ORDER", max)
     with simulation():
