@@ -120,8 +120,8 @@ def run(call: KernelCall, backend: str, head_dim: int, device: str) -> None:
     if "score" in options:
         document = torch.arange(max(lengths), device=device).expand(BATCH, -1) // 100
         options["score_tensors"] = [document, torch.ones(HEADS, device=device)]
-    limit = math.inf if options.pop("high_tiles", False) else configs.MAX_TIME_IN_TILES_OF_192
-    with mock.patch.object(configs, "MAX_TIME_IN_TILES_OF_192", limit):
+    limit = math.inf if options.pop("high_tiles", False) else configs.MAX_TIME_RATIO_OF_192
+    with mock.patch.object(configs, "MAX_TIME_RATIO_OF_192", limit):
         out, lse, *_ = sparseflash.attention(
             *inputs[:3], mask, backend=backend, return_lse=True, **options
         )

@@ -85,11 +85,11 @@ MIN_DYNAMIC_IMBALANCE = 1.25  # of block rows; above it the tile scheduler is dy
 # Tiles of 128 are faster than tiles of 64 if coverage(128) / coverage(64) is at least this, by
 # tile width. Widths that are not listed have no tiles of 64.
 MIN_COVERAGE_RATIO_FOR_128 = {64: 0.96, 128: 0.9}
-# At 64 dims the forward kernel reads tiles of 192 x 128 if it is predicted to take at most
-# MAX_TIME_IN_TILES_OF_192 of its time in tiles of 128 x 128. Without idle CTAs it takes
-# TIME_IN_TILES_OF_192, divided by coverage(192 x 128) / coverage(128 x 128).
-TIME_IN_TILES_OF_192 = 0.93
-MAX_TIME_IN_TILES_OF_192 = 0.98
+# At 64 dims the forward kernel reads high tiles, of 192 x 128, if its predicted time in them over
+# that in tiles of 128 x 128 is at most MAX_TIME_RATIO_OF_192. Without idle CTAs this ratio is
+# TIME_RATIO_OF_192, divided by coverage(192 x 128) / coverage(128 x 128).
+TIME_RATIO_OF_192 = 0.93
+MAX_TIME_RATIO_OF_192 = 0.98
 MIN_WAVES_OF_192 = 4  # of work tiles, for masks whose rows have different lengths
 MULTIPROCESSORS = 132  # of an H100 SXM or H200, for predictions
 # This backend is faster than `triton`, which computes the blocks themselves, if the coverage of

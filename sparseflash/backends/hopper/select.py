@@ -95,36 +95,36 @@ def forward_block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int
     if block_size != TILE or widths != {configs.MIN_TILE_WIDTH} or changed:
         return block_size
     # The mask is re-blocked for its coverage only where tiles that its blocks fill are faster.
-    times = (time(spec, mask) for time in (_time_in_filled_high_tiles, time_in_high_tiles))
-    fast = all(time <= configs.MAX_TIME_IN_TILES_OF_192 for time in times)
+    ratios = (ratio(spec, mask) for ratio in (_time_ratio_if_filled, time_ratio_of_high_tiles))
+    fast = all(ratio <= configs.MAX_TIME_RATIO_OF_192 for ratio in ratios)
     return HIGH_TILE if fast else block_size
 
 
-def time_in_high_tiles(spec: AttentionSpec, mask: CompiledMask) -> float:
-    """Predicted time of the forward kernel at 64 dims in tiles of 192 x 128 over 128 x 128.
+def time_ratio_of_high_tiles(spec: AttentionSpec, mask: CompiledMask) -> float:
+    """Predicted time of the forward kernel at 64 dims in high tiles, over that in tiles of 128.
 
     It is infinite if the device chooses the blocks, if there are no work tiles, or if rows of
     different lengths make fewer waves of them than MIN_WAVES_OF_192: CTAs then wait long for the
     last ones.
     """
-    time = _time_in_filled_high_tiles(spec, mask)
-    coverage = None if math.isinf(time) else mask.coverage(HIGH_TILE)
-    return math.inf if coverage is None else time / coverage
+    ratio = _time_ratio_if_filled(spec, mask)
+    coverage = None if math.isinf(ratio) else mask.coverage(HIGH_TILE)
+    return math.inf if coverage is None else ratio / coverage
 
 
-def _time_in_filled_high_tiles(spec: AttentionSpec, mask: CompiledMask) -> float:
-    """time_in_high_tiles, if the blocks of the mask filled these tiles."""
+def _time_ratio_if_filled(spec: AttentionSpec, mask: CompiledMask) -> float:
+    """time_ratio_of_high_tiles, if the blocks of the mask filled these tiles."""
     tiles = (spec.batch * spec.heads * -(-spec.q_len // tile[0]) for tile in (HIGH_TILE, TILE))
     waves, waves_of_128 = (count / configs.MULTIPROCESSORS for count in tiles)
     coverage_of_128 = mask.coverage(TILE)
     if not waves or coverage_of_128 is None or isinstance(mask, DynamicMask):
         return math.inf
-    time = configs.TIME_IN_TILES_OF_192 * coverage_of_128
+    ratio = configs.TIME_RATIO_OF_192 * coverage_of_128
     if _imbalance(mask) <= configs.MIN_DYNAMIC_IMBALANCE:
         # All work tiles take about equally long, so the last wave takes as long as a whole one.
         filled, filled_of_128 = (count / math.ceil(count) for count in (waves, waves_of_128))
-        return time * filled_of_128 / filled
-    return time if waves >= configs.MIN_WAVES_OF_192 else math.inf
+        return ratio * filled_of_128 / filled
+    return ratio if waves >= configs.MIN_WAVES_OF_192 else math.inf
 
 
 def _imbalance(mask: BlockMask | MaskBatch) -> float:

@@ -43,12 +43,12 @@ def test_calls_that_need_the_same_kernels_compile_them_once(compiled):
 
 
 def test_forward_kernels_of_a_table_of_their_own_are_compiled(compiled, monkeypatch):
-    monkeypatch.setattr(configs, "MAX_TIME_IN_TILES_OF_192", math.inf)
+    monkeypatch.setattr(configs, "MAX_TIME_RATIO_OF_192", math.inf)
     plans = [call_first(pattern(384)) for pattern in (masks.full(), OFF_DIAGONAL)]
     assert [plan.table.by_query.has_partial for plan in plans] == [False, False]
     assert [plan.forward.table.by_query.has_partial for plan in plans] == [False, True]
     assert len(compiled) == 2
-    monkeypatch.setattr(configs, "MAX_TIME_IN_TILES_OF_192", 0.0)
+    monkeypatch.setattr(configs, "MAX_TIME_RATIO_OF_192", 0.0)
     assert call_first(masks.full()(384)).forward is None
     assert len(compiled) == 3
 

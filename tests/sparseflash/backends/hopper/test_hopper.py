@@ -78,14 +78,14 @@ def check(
 @pytest.mark.parametrize("lengths", [(1024, 1024), (1000, 777), (193, 1500), (1, 1)])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns_in_forward_tiles_of_192_queries(name, lengths, head_dim, monkeypatch):
-    monkeypatch.setattr(configs, "MAX_TIME_IN_TILES_OF_192", math.inf)
+    monkeypatch.setattr(configs, "MAX_TIME_RATIO_OF_192", math.inf)
     check(PATTERNS[name], lengths, head_dim)
     key_lengths = [lengths[1], lengths[1] // 2]
     check(PATTERNS[name], lengths, head_dim, dtype=torch.float16, key_lengths=key_lengths)
 
 
 def test_masks_of_each_head_in_forward_tiles_of_192_queries(monkeypatch):
-    monkeypatch.setattr(configs, "MAX_TIME_IN_TILES_OF_192", math.inf)
+    monkeypatch.setattr(configs, "MAX_TIME_RATIO_OF_192", math.inf)
     pattern = masks.stack([PATTERNS[name] for name in ("causal", "blocks", "causal", "local")])
     check(pattern, (1000, 777), 64, heads=4, kv_heads=2)
 
