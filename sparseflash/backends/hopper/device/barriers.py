@@ -4,10 +4,10 @@ from sparseflash.backends.hopper.device.gluon_compat import gl, gluon
 
 # A CTA has sixteen. Triton uses ids 0 and 1, and one more for each further partition of several
 # warps: at most ids 0 to 3.
-PINGPONG_BARRIER = gl.constexpr(4)  # and 5: one for each of two warpgroups
+PINGPONG_BARRIER = gl.constexpr(4)  # and 5: of the first two warpgroups
 PRODUCER_WARP_BARRIER = gl.constexpr(6)
 FIRST_PIPELINE_BARRIER = gl.constexpr(7)  # and the next ones: one for each stage
-THIRD_PINGPONG_BARRIER = gl.constexpr(14)  # of kernels of at most three stages
+THIRD_PINGPONG_BARRIER = gl.constexpr(14)  # of the third, in kernels of at most three stages
 LOAD_WAIT_WARP_BARRIER = gl.constexpr(15)
 
 

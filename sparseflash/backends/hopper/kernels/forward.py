@@ -2,18 +2,21 @@
 
 It also writes the maximum logits if the call asks for them.
 
-Persistent and warp specialised, after Shah et al., "FlashAttention-3", 2024. In blocks of 128:
+Persistent and warp specialised, after Shah et al., "FlashAttention-3", 2024. In tiles of 128
+queries, which two consumer warpgroups share:
 
     producer        | Q  K0 V0 K1 V1 K2 V2 ...                      TMA loads, one warp
     load-wait warp  |    K0 full, K1 full: signal both, V0 full ...           one warp
     warpgroup 0     |   S0 | softmax 0 | S1, PV0 | softmax 1 | S2, PV1 | ... | O, LSE
     warpgroup 1     |      S0 | softmax 0 | S1, PV0 | softmax 1 | ...        | O, LSE
 
-Each warpgroup owns 64 of the 128 queries. Ping-pong: they issue S_i = Q K_i^T and O += P_{i-1}
-V_{i-1} alternately, so that the tensor cores work for one while the other is in softmax; within a
-warpgroup softmax i overlaps P_{i-1} V_{i-1}. In blocks of 64 a CTA has one warpgroup. Its softmax
-overlaps with products of other CTAs on the same multiprocessor. In tiles of 192 queries x 128 keys
-a CTA has three, which issue in turn and read Q from shared memory.
+Each warpgroup owns 64 queries. Ping-pong: they issue S_i = Q K_i^T and O += P_{i-1} V_{i-1}
+alternately, so that the tensor cores work for one while the other is in softmax; within a
+warpgroup softmax i overlaps P_{i-1} V_{i-1}.
+
+In tiles of 192 queries x 128 keys a CTA has a third warpgroup. They issue in the order 0, 1, 2,
+the load-wait warp signals all three, and all read Q from shared memory. In tiles of 64 a CTA has
+one warpgroup. Its softmax overlaps with products of other CTAs on the same multiprocessor.
 
 The online softmax is in base 2. `row_max` is the running maximum of the unscaled scores Q K^T.
 `row_sum` is the running sum of exp2(scale_log2 * (Q K^T - row_max)), divided among the threads
