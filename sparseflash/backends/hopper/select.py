@@ -146,8 +146,8 @@ def describe(
         notes["tiles"] += f", {covered}"
     if tile == SMALL_TILE:
         notes["tiles"] += ", of which several CTAs share a multiprocessor"
-    if forward_block_size_for(spec, mask) == HIGH_TILE:
-        notes["tiles of the forward pass"] = f"{HIGH_TILE}"
+    if call.plan.forward is not None and call.plan.forward.table.block_size != tile:
+        notes["tiles of the forward pass"] = f"{call.plan.forward.table.block_size}"
     if uses_fused_backward(call.table, spec):
         notes["backward"] = "one kernel, which adds to the gradient of query in no fixed order"
     return notes

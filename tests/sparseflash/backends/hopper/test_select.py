@@ -1,5 +1,6 @@
 """Which calls the Hopper kernels refuse, and what they say."""
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,9 +15,11 @@ import masks
 from sparseflash import backends
 from sparseflash.backends import hopper, triton
 from sparseflash.backends.base import BackendError
+from sparseflash.backends.hopper import configs
 from sparseflash.backends.hopper import select as hopper_select
 from sparseflash.backends.hopper.select import uses_fused_backward
 from sparseflash.backends.select import select
+from sparseflash.dispatch.call import Call, Plan
 from sparseflash.dispatch.plan import make_plan
 from sparseflash.score import ScoreFunction
 from tests.helpers.calls import mask_that_covers, spec_of
@@ -126,9 +129,23 @@ def test_serves_blocks_of_its_own_sizes_that_the_device_chooses(block_size):
 
 
 def described(spec, mask):
-    """What describe says of a call that reads the table that the backend asks for."""
-    table = SimpleNamespace(block_size=hopper.block_size_for(spec, mask))
-    return hopper.describe(SimpleNamespace(spec=spec, table=table), mask, *[torch.empty(0)] * 3)
+    """What describe says of a call that reads the tables that the backend asks for."""
+    sizes = (hopper.block_size_for(spec, mask), hopper.forward_block_size_for(spec, mask))
+    table, forward_table = (SimpleNamespace(block_size=size) for size in sizes)
+    forward = None if sizes[0] == sizes[1] else SimpleNamespace(table=forward_table)
+    call = SimpleNamespace(spec=spec, table=table, plan=SimpleNamespace(forward=forward))
+    return hopper.describe(call, mask, *[torch.empty(0)] * 3)
+
+
+def test_describes_the_tables_of_the_call_whatever_would_be_chosen_now(monkeypatch):
+    query = torch.empty(1, 2, 384, 64, dtype=torch.float16)
+    for limit, later, tiles in ((math.inf, 0.0, "(192, 128)"), (0.0, math.inf, None)):
+        monkeypatch.setattr(configs, "MAX_TIME_RATIO_OF_192", limit)
+        mask = masks.full()(384)
+        call = Call(make_plan(spec_of(query, query, mask), hopper, hopper, mask))
+        monkeypatch.setattr(configs, "MAX_TIME_RATIO_OF_192", later)
+        notes = hopper.describe(call, mask, query, query, query)
+        assert notes.get("tiles of the forward pass") == tiles
 
 
 @pytest.mark.parametrize("block_size", [(16, 16), (32, 64), (256, 32), (256, 64)])
@@ -277,7 +294,7 @@ def test_one_kernel_of_all_gradients_is_taken_where_it_pays_and_is_allowed():
     assert hopper.auto_skip(allowed, MASK) == []
     many, few = (masks.full()(128 * blocks).table() for blocks in (7, 6))
     assert uses_fused_backward(many, allowed)
-    call = SimpleNamespace(spec=allowed, table=many)
+    call = Call(Plan(allowed, hopper, many))
     assert "no fixed order" in hopper.describe(call, MASK, QUERY, QUERY, QUERY)["backward"]
     assert not uses_fused_backward(few, allowed)
     assert not uses_fused_backward(masks.full()(128 * 7, block_size=64).table(), allowed)
