@@ -1,7 +1,7 @@
 """Conversion of masks from and to matrices of pairs or of blocks, dense or scipy.sparse."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -10,7 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from masks._core.bit_tiles import deduplicate, pack, pack_bytes, to_words, unpack
+from masks._core.bit_tiles import (
+    deduplicate,
+    pack,
+    pack_bytes,
+    to_words,
+    unpack,
+    words_per_row,
+)
 from masks._core.block_set import BlockSet, assemble, from_full_runs
 from masks._core.grid import Grid
 from masks._core.intervals import empty, from_bool_matrix, from_points
@@ -24,6 +31,7 @@ STRIP = 1 << 22  # pairs of a strip of block rows, which is converted at a time
 # Bytes of pairs that stay in the cache of a CPU. Computing and packing so few at a time is several
 # times as fast as whole strips.
 CACHED_BYTES = 1 << 20
+STRIPS_HELD, TILES_HELD = 64, 1024  # most strips and bit tiles that are not joined yet
 SPAN = 128  # keys, at least, that are decided or read together
 _WORDS = {16: torch.int16, 32: torch.int32}  # the dtype with one bit per key of a block
 
@@ -231,14 +239,45 @@ def from_strips(
         blocks = full, columns[columns < grid.nk]
         return _strip_blocks(grid, torch.cat(parts), mask * grid.nq + row, *blocks)
 
-    full, partial, tile, tiles = zip(*run(read_strip, strips), strict=True)
-    first_tile = accumulate((len(part) for part in tiles), initial=0)
-    tile = torch.cat([part + n for part, n in zip(tile, first_tile, strict=False)])
-    full, partial, tiles = (torch.cat(parts) for parts in (full, partial, tiles))
-    if len(strips) > 1:  # strips have tiles in common, and `assemble` reads each several times
-        tiles, again = deduplicate(tiles)
-        tile = again[tile]
+    # The blocks of a strip are joined with those of earlier strips before many strips are held.
+    # Their small tensors lie between the large ones that were computed with them, so the memory
+    # of all strips would stay occupied.
+    joined: list[tuple[Tensor, Tensor, Tensor]] = []
+    tiles = torch.empty(0, grid.bq, words_per_row(grid.bk), dtype=torch.int32, device=grid.device)
+    held: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    for number, strip in enumerate(run(read_strip, strips), 1):
+        held.append(strip)
+        count = sum(len(part) for *_, part in held)
+        many = count >= max(TILES_HELD, len(tiles)) or (
+            len(held) >= STRIPS_HELD and STRIPS_HELD * count >= len(tiles)
+        )
+        if many or number == len(strips):
+            tiles, blocks = _joined(tiles, held)
+            joined.append(blocks)
+            held = []
+    full, partial, tile = (torch.cat(parts) for parts in zip(*joined, strict=True))
     return assemble(grid, head_to_mask, from_points(full), partial, tiles, tile)
+
+
+def _joined(
+    tiles: Tensor, strips: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """(distinct bit tiles, the first of which are `tiles`; (full, partial, tile) of all strips).
+
+    Args:
+        tiles: Distinct bit tiles.
+        strips: (full, partial, tile, bit tiles) of each strip.
+    """
+    full, partial, tile, own_tiles = zip(*strips, strict=True)
+    first_tile = accumulate((len(part) for part in own_tiles), initial=0)
+    tile = torch.cat([part + n for part, n in zip(tile, first_tile, strict=False)])
+    distinct, inverse = deduplicate(torch.cat([tiles, *own_tiles]))
+    number = torch.full((len(distinct),), -1, dtype=torch.int64, device=tile.device)
+    number[inverse[: len(tiles)]] = torch.arange(len(tiles), device=tile.device)
+    new = (number < 0).nonzero().flatten()
+    number[new] = torch.arange(len(tiles), len(distinct), device=tile.device)
+    blocks = torch.cat(full), torch.cat(partial), number[inverse[len(tiles) :]][tile]
+    return torch.cat([tiles, distinct[new]]), blocks
 
 
 def _pad_to_multiple(x: Tensor, dim: int, multiple: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Masks of dense and scipy matrices, and back."""
 
 import numpy as np
+import pytest
 import scipy.sparse
 import torch
 from hypothesis import given, settings
@@ -52,3 +53,21 @@ def test_a_mask_is_read_in_strips(monkeypatch):
     mask = BlockMask(convert.from_strips(Grid.of((150, 90), 16), pairs, (0, 1)))
     assert torch.equal(mask.to_dense(), dense)
     assert rows == 2 * [32, 32, 32, 32, 22]
+
+
+@pytest.mark.parametrize("held", [(1, 1), (3, 4), (64, 1024)])
+def test_equal_bit_tiles_of_many_strips_are_held_once(held, monkeypatch):
+    for name, most in zip(("STRIP", "STRIPS_HELD", "TILES_HELD"), (1, *held), strict=True):
+        monkeypatch.setattr(convert, name, most)
+    counts, assemble = [], convert.assemble
+
+    def counted(*arguments):
+        counts.append(len(arguments[4]))
+        return assemble(*arguments)
+
+    monkeypatch.setattr(convert, "assemble", counted)
+    equal = torch.arange(1024).remainder(24).lt(7).expand(1024, 1024)
+    for dense, tiles in ((equal, 2), (torch.rand(1024, 1024) < 0.3, 64 * 64)):
+        mask = BlockMask(convert.from_strips(Grid.of(1024, 16), lambda _, rows: dense[rows]))  # noqa: B023
+        assert torch.equal(mask.to_dense(), dense)
+        assert counts.pop() == mask.num_bit_tiles == tiles
