@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
     from sparseflash.distributed.simulation import Demand, Machine
 
-RATES = ("tflops", "backward_tflops", "bandwidth", "latency_us", "call_us")
+RATES = ("tflops", "backward_tflops", "bandwidth", "latency_us", "call_us", "memory")
+MOVED = 0.1  # change of the logarithm of a rate by which it is seen whether a time depends on it
+TOLERANCE = 1e-12  # relative change of the loss and of the rates at which a fit ends
 OUTLIER = 0.2  # difference of logarithms above which the loss is no longer quadratic
 
 
@@ -190,19 +192,33 @@ def _nearest(points: Sequence[Point], start: "Machine") -> "Machine":
     if not points:
         return start
     measured = numpy.log([(point.forward_ms, point.total_ms) for point in points])
-    first = numpy.log([getattr(start, name) for name in RATES])
+    before = numpy.log([getattr(start, name) for name in RATES])
 
-    def machine(logarithms: "numpy.ndarray") -> "Machine":
-        return Machine(**dict(zip(RATES, numpy.exp(logarithms).tolist(), strict=True)))
+    def times(logarithms: "numpy.ndarray") -> "numpy.ndarray":
+        rates = dict(zip(RATES, numpy.exp(logarithms).tolist(), strict=True))
+        return numpy.log([point.modelled(Machine(**rates)) for point in points])
 
-    def differences(logarithms: "numpy.ndarray") -> "numpy.ndarray":
-        modelled = [point.modelled(machine(logarithms)) for point in points]
-        return (numpy.log(modelled) - measured).ravel()
+    # Only rates on which a time depends; a fit would let the others drift.
+    changes = numpy.eye(len(RATES)) * MOVED
+    moved = [bool((times(before + change) != times(before)).any()) for change in changes]
+    free = numpy.flatnonzero(moved)
 
-    bounds = (first - math.log(1e6), first + math.log(1e6))
-    return machine(
-        least_squares(differences, first, bounds=bounds, loss="soft_l1", f_scale=OUTLIER).x
+    def whole(chosen: "numpy.ndarray") -> "numpy.ndarray":
+        logarithms = before.copy()
+        logarithms[free] = chosen
+        return logarithms
+
+    found = least_squares(
+        lambda chosen: (times(whole(chosen)) - measured).ravel(),
+        before[free],
+        bounds=(before[free] - math.log(1e6), before[free] + math.log(1e6)),
+        loss="soft_l1",
+        f_scale=OUTLIER,
+        x_scale="jac",
+        ftol=TOLERANCE,
+        xtol=TOLERANCE,
     )
+    return Machine(**dict(zip(RATES, numpy.exp(whole(found.x)).tolist(), strict=True)))
 
 
 if __name__ == "__main__":

@@ -135,15 +135,23 @@ class Workload:
         joined[self.units] = 0
         return (joined == 0).nonzero().flatten()
 
-    def needed(self, owner: Tensor, ranks: int, first: int = 0, last: int | None = None) -> Tensor:
+    def needed(
+        self,
+        owner: Tensor,
+        ranks: int,
+        first: int = 0,
+        last: int | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """bool (last - first, nk): key blocks that the queries of ranks first to last - 1 attend.
 
-        By default all ranks.
+        By default all ranks, and all block rows; else those in rows, bool (nq,).
         """
         last = ranks if last is None else last
         row, begin, end = self.spans
         rank = owner[self.rows[row]] - first
         here = (rank >= 0) & (rank < last - first)
+        here = here if rows is None else here & rows[row]
         stride = self.whole.grid.nk + 1
         change = torch.zeros((last - first) * stride, dtype=torch.int32)
         start, one = rank[here] * stride, torch.ones(int(here.sum()), dtype=torch.int32)
@@ -155,6 +163,20 @@ class Workload:
         """bool (ranks, nk): the key blocks that each rank attends but does not own."""
         own = owner[self.columns] == torch.arange(ranks).unsqueeze(1)
         return self.needed(owner, ranks) & ~own
+
+    def fetched_of_spans(self, owner: Tensor, ranks: int) -> Tensor:
+        """int64: of each span of spans_of_masks, the blocks that the owner of its row fetches."""
+        _, row, begin, end = self.spans_of_masks
+        owner_of_column, rank = owner[self.columns], owner[self.rows[row]]
+        fetched = torch.empty_like(row)
+        for first in range(0, ranks, RANKS_AT_ONCE):
+            here = (rank >= first) & (rank < first + RANKS_AT_ONCE)
+            each = torch.arange(first, min(first + RANKS_AT_ONCE, ranks)).unsqueeze(1)
+            before = (owner_of_column != each).cumsum(1, dtype=torch.int32)
+            before = torch.nn.functional.pad(before, (1, 0))
+            index = rank[here] - first
+            fetched[here] = (before[index, end[here]] - before[index, begin[here]]).long()
+        return fetched
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,12 +1,13 @@
 """A model of the time of a rank, from what it computes and what it exchanges."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sparseflash.distributed.assign import RANKS_AT_ONCE, Workload
+from sparseflash.distributed.assign import Costs, Workload
 
 Split = Literal["rows", "keys"]
 # (split, groups): heads are fetched in groups; one group is computed while the next is fetched.
@@ -15,6 +16,10 @@ WORTH = 1.02  # a choice with more groups or with merging must be faster by this
 # The time to merge two results of a row, over the time to compute a block: the bytes that are read
 # and written are those of about two blocks, and short kernels have a fixed time.
 MERGED_ROW = 4.0
+# The time to write the result and dQ of a waiting row where they belong, and that to copy key and
+# value of a block and gradients of them, over the time to compute a block: by their bytes.
+WRITTEN_ROW, COPIED_BLOCK = 1.0, 2.0
+MOST_PAIRINGS = 4  # rounds of whole shards: with each one rows are merged once more
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +41,10 @@ class Division:
     waiting_rows: Tensor
 
     def elapsed(self, split: Split, groups: int, block: float, exchange: Tensor) -> Tensor:
-        """The predicted time of one pass, for each rank.
+        """The predicted time of one pass without copies of keys and values, for each rank.
 
         rows    max(ready + waiting, exchange / groups + waiting, exchange + waiting / groups)
+                + writing of the waiting rows, if they are not all rows of the only group
         keys    max(own, exchange) + fetched + merging of the waiting rows
 
         Args:
@@ -53,6 +59,7 @@ class Division:
             merged = self.fetched + MERGED_ROW * self.waiting_rows
             return torch.maximum(self.own * block, exchange) + merged * block
         ready, waiting = self.ready * block, self.waiting * block
+        waiting = waiting + WRITTEN_ROW * block * self.waiting_rows * ((ready > 0) | (groups > 1))
         first = torch.maximum(ready, exchange / groups)
         return torch.maximum(first + waiting, exchange + waiting / groups)
 
@@ -60,15 +67,8 @@ class Division:
 def divide_blocks(workload: Workload, owner: Tensor, ranks: int) -> Division:
     """The blocks of each rank by kind, with the assignment `owner`, int64 (units,)."""
     mask, row, begin, end = workload.spans_of_masks
-    owner_of_row, owner_of_column = owner[workload.rows], owner[workload.columns]
-    rank, fetched = owner_of_row[row], torch.empty_like(row)
-    for first in range(0, ranks, RANKS_AT_ONCE):
-        here = (rank >= first) & (rank < first + RANKS_AT_ONCE)
-        each = torch.arange(first, min(first + RANKS_AT_ONCE, ranks)).unsqueeze(1)
-        before = (owner_of_column != each).cumsum(1, dtype=torch.int32)
-        before = torch.nn.functional.pad(before, (1, 0))
-        index = rank[here] - first
-        fetched[here] = (before[index, end[here]] - before[index, begin[here]]).long()
+    owner_of_row = owner[workload.rows]
+    fetched = workload.fetched_of_spans(owner, ranks)
     heads = torch.bincount(torch.tensor(workload.mask.head_to_mask))
     of_row = torch.zeros(2, len(heads) * len(owner_of_row), dtype=torch.int64)
     of_row.index_add_(1, mask * len(owner_of_row) + row, torch.stack([end - begin, fetched]))
@@ -83,22 +83,85 @@ def divide_blocks(workload: Workload, owner: Tensor, ranks: int) -> Division:
     return Division(own + shared, fetched, ready + shared, waiting, rows)
 
 
+def pairings_of(
+    workload: Workload, owner: Tensor, traffic: Tensor
+) -> tuple[tuple[int, ...], Tensor | None]:
+    """(pairings, paired) of Fetches if every rank computes by keys, in one round.
+
+    A shard that goes whole to one rank in a round is sent from the memory in which it lies. And
+    what one rank sends arrives in the order of the sequence. There are no pairings if that would
+    take more than MOST_PAIRINGS rounds.
+    """
+    paired = traffic == workload.tokens_of(owner, len(traffic))
+    sender = owner[workload.columns]
+    fetched = workload.fetched(owner, len(traffic)) & ~paired[:, sender]
+    if not all(_in_order(sender[columns]) for columns in fetched):
+        paired = traffic > 0
+    receiver, sender = paired.nonzero().unbind(1)
+    found = tuple((receiver ^ sender).unique().tolist())
+    return (found, paired) if 0 < len(found) <= MOST_PAIRINGS else ((), None)
+
+
+def _in_order(numbers: Tensor) -> bool:
+    return bool((numbers.diff() >= 0).all())
+
+
+def copied_tokens(workload: Workload, owner: Tensor, traffic: Tensor, split: Split) -> Tensor:
+    """int64 (ranks,): tokens whose keys and values each rank copies in a forward pass.
+
+    By keys these are the ones that it packs before it sends them, and received ones that do not
+    arrive in the order of the sequence. By rows they are the ones that it packs, and all that
+    waiting rows attend, own and received ones.
+    """
+    ranks = len(traffic)
+    fetched, sender = workload.fetched(owner, ranks), owner[workload.columns]
+    if split == "rows":
+        waits = torch.zeros(workload.whole.grid.nq, dtype=torch.bool)
+        row, few = workload.spans[0], workload.fetched_of_spans(owner, ranks) > 0
+        waits[row[few]] = True
+        attended = workload.needed(owner, ranks, rows=waits) * workload.column_tokens
+        return traffic.sum(0) + attended.sum(1)
+    pairings, paired = pairings_of(workload, owner, traffic)
+    rank = torch.arange(ranks)
+    distance, together = rank.unsqueeze(1) ^ rank, traffic
+    rounds = [traffic * (paired & (distance == each)) for each in pairings]
+    if paired is not None:
+        together, fetched = traffic * ~paired, fetched & ~paired[:, sender]
+    mixed = [not _in_order(sender[columns]) for columns in fetched]
+    whole = workload.tokens_of(owner, ranks)
+    packed = sum(each.sum(0) for each in (*rounds, together) if not _is_direct(each, whole))
+    return packed + together.sum(1) * torch.tensor(mixed)
+
+
+def _is_direct(traffic: Tensor, whole: Tensor) -> bool:
+    """Round.direct, from the traffic of a round and the number of tokens of each shard."""
+    some = traffic > 0
+    alone = int(some.sum(0).max()) <= 1 and int(some.sum(1).max()) <= 1
+    return alone and bool((traffic == whole)[some].all())
+
+
 def choose_split(
-    workload: Workload, owner: Tensor, ranks: int, exchange: Tensor, split: str
+    workload: Workload, owner: Tensor, costs: Costs, fetch_cost: float, split: str
 ) -> tuple[Split, int]:
     """The split and number of groups of heads with about the least predicted time.
 
     Args:
-        workload, owner, ranks: The mask, the rank of each unit, and the number of ranks.
-        exchange: (ranks,), time of the exchange of all keys over the time of a block of one head.
+        workload, owner: The mask, and the rank of each unit.
+        costs: The costs of this assignment.
+        fetch_cost: Time to fetch a block of keys and values over the time to compute a block.
         split: "rows", "keys" or "auto".
     """
-    division = divide_blocks(workload, owner, ranks)
+    mask, ranks = workload.mask, len(costs.traffic)
+    division, heads = divide_blocks(workload, owner, ranks), mask.num_heads / mask.grid.bk
+    exchange = torch.maximum(*costs.moved) * fetch_cost * heads
     allowed = [choice for choice in CHOICES if split in (choice[0], "auto")]
-    best = allowed[0]
-    least = float(division.elapsed(*best, 1.0, exchange).max())
-    for choice in allowed[1:]:
-        time = float(division.elapsed(*choice, 1.0, exchange).max())
-        if time * WORTH < least:
-            best, least = choice, time
+    copies = {
+        each: copied_tokens(workload, owner, costs.traffic, each) * COPIED_BLOCK * heads
+        for each in dict(allowed)
+    }
+    best, least = allowed[0], math.inf
+    for choice in allowed:
+        time = division.elapsed(*choice, 1.0, exchange) + copies[choice[0]]
+        if float(time.max()) * WORTH < least:
+            best, least = choice, float(time.max())
     return best

@@ -54,6 +54,8 @@ class Round:
         positions: Positions of these rows and columns in the sequence.
         queries: Own tokens of `rows`.
         mask: The mask of these queries and keys; None if no query attends any key.
+        direct: Whether each rank receives the whole shard of one rank or nothing, and each shard
+            goes to one rank at most. Then shards are sent from the memory in which they lie.
     """
 
     send: tuple[Tokens, ...]
@@ -67,6 +69,7 @@ class Round:
     positions: Positions
     queries: Tokens
     mask: BlockMask | None
+    direct: bool
 
     @property
     def received(self) -> int:
@@ -158,12 +161,18 @@ class Fetches:
         owner: int64 (units,), the rank that owns each unit.
         fetched: bool (ranks, nk), the key blocks that each rank receives.
         num_rounds: Number of all-to-alls, the same on every rank.
+        pairings: The first rounds: in round n rank r receives from rank r ^ pairings[n] only. The
+            last round brings everything else.
+        paired: bool (ranks, ranks), whether a receiver gets the keys of a sender in one of these
+            rounds; None if there are none.
     """
 
     workload: Workload
     owner: Tensor
     fetched: Tensor
     num_rounds: int
+    pairings: tuple[int, ...] = ()
+    paired: Tensor | None = None
 
     def round(self, rank: int, number: int, by_rows: bool) -> Round:
         """Round `number` of a rank."""
@@ -171,12 +180,12 @@ class Fetches:
         own_columns = self.columns_of(rank)
         own_first = torch.zeros(grid.nk, dtype=torch.int64)
         own_first[own_columns] = torch.cumsum(tokens[own_columns], 0) - tokens[own_columns]
+        of_ranks = [self._received(receiver, number) for receiver in range(len(self.fetched))]
         sent = []
-        for receiver in range(len(self.fetched)):
-            columns = self._received(receiver, number)
+        for columns in of_ranks:
             columns = columns[self._owner_of(columns) == rank]
             sent.append(_tokens_of(own_first[columns], tokens[columns]))
-        received = self._received(rank, number)
+        received = of_ranks[rank]
         splits = torch.zeros(len(self.fetched), dtype=torch.int64)
         splits.index_add_(0, self._owner_of(received), tokens[received])
         rows = self._attending(rank, received.sort().values)
@@ -201,7 +210,18 @@ class Fetches:
             positions=_positions(grid, numbers, columns),
             queries=self._queries_of(rank, rows),
             mask=self.workload.mask.take_blocks(numbers, columns) if len(rows) else None,
+            direct=not by_rows and self._is_direct(of_ranks),
         )
+
+    def _is_direct(self, received: Sequence[Tensor]) -> bool:
+        """Round.direct, from the columns that each rank receives."""
+        senders = [self._owner_of(columns).unique().tolist() for columns in received]
+        if any(len(each) > 1 for each in senders):
+            return False
+        owned = torch.bincount(self.owner[self.workload.columns], minlength=len(received))
+        every = [sender for each in senders for sender in each]
+        counts = [len(columns) for columns in received if len(columns)]
+        return len(set(every)) == len(every) and owned[every].tolist() == counts
 
     def ready_rows(self, rank: int) -> Tensor:
         """int64: the own block rows of a rank that attend no fetched key."""
@@ -223,10 +243,17 @@ class Fetches:
     def _received(self, rank: int, number: int) -> Tensor:
         """The key blocks that a rank receives in one round, in the order of arrival."""
         columns = self.fetched[rank].nonzero().flatten()
+        if self.paired is not None:
+            sender = self._owner_of(columns)
+            if number < len(self.pairings):
+                partner = sender == rank ^ self.pairings[number]
+                return columns[partner & self.paired[rank, sender]]
+            columns = columns[~self.paired[rank, sender]]
         # A rank starts with the keys of the next rank, so that not all ranks need the same sender.
         distance = (self._owner_of(columns) - rank - 1) % len(self.fetched)
         columns = columns[torch.argsort(distance, stable=True)]
-        bounds = [len(columns) * i // self.num_rounds for i in (number, number + 1)]
+        number, rounds = number - len(self.pairings), self.num_rounds - len(self.pairings)
+        bounds = [len(columns) * i // rounds for i in (number, number + 1)]
         columns = columns[bounds[0] : bounds[1]].sort().values
         return columns[torch.argsort(self._owner_of(columns), stable=True)]
 

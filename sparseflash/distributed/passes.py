@@ -2,11 +2,13 @@
 
 split="rows": the ready rows attend own keys during the exchange. Then the waiting rows attend own
 and fetched keys, one group of heads after another. Each row is computed once, so nothing is
-merged.
+merged. The own keys that waiting rows attend are copied.
 
 split="keys": all rows attend own keys during the exchange, then fetched keys round by round:
 
     O, LSE = merge of (own part, round 0, round 1, ...)
+
+Own keys are read where they are, and received ones where they arrive.
 
 In the backward pass the parts are independent: with the final LSE and O, P = exp(S - LSE) and
 dS = P * (dP - rowsum(dO * O)) need nothing from another part. The gradients of fetched keys and
@@ -14,6 +16,7 @@ values are sent to their owners, which add them in the order of rounds and ranks
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,6 +32,10 @@ from sparseflash.distributed.shared_rows import SharedBackward, SharedForward
 from sparseflash.distributed.transport import Exchange
 from sparseflash.merge import merge_in_place
 
+# Parts of a result, or of a gradient, that are added in its own dtype. More parts are added in
+# float32, which takes two more copies.
+MOST_ROUNDED = 4
+
 
 class ContextParallelAttention(torch.autograd.Function):
     """(out, lse) of the queries of this rank."""
@@ -37,11 +44,9 @@ class ContextParallelAttention(torch.autograd.Function):
     def forward(
         ctx, query, key, value, bias, block_scores, prepared: Prepared, *score_tensors: Tensor
     ):
-        by_rows = prepared.plan.split == "rows"
-        attend = _forward_by_rows if by_rows else _forward_by_keys
         rows = prepared.part.shared
         shared = None if rows is None else SharedForward(prepared, rows, query)
-        out, lse, calls, saved = attend(prepared, query, key, value, shared)
+        out, lse, calls, saved = _forward(prepared, query, key, value, shared)
         ctx.prepared, ctx.calls, ctx.shared_call = prepared, calls, None
         if shared is not None:
             shared.merge_into(out, lse)
@@ -64,78 +69,74 @@ class ContextParallelAttention(torch.autograd.Function):
 Result = tuple[Tensor, Tensor, list[Call | None], list[Tensor]]
 
 
-def _forward_by_rows(
+def _forward(
     prepared: Prepared, query: Tensor, key: Tensor, value: Tensor, shared: SharedForward | None
 ) -> Result:
-    """(out, lse, call of each step or None, keys and values of each step)"""
-    fetches = [_Fetch(prepared, key, value, step) for step in prepared.part.steps]
-    out, lse = _own_part(prepared, query, key, value, shared)
+    """(out, lse, call of each step or None, keys and values of all steps if they are saved)"""
+    steps, at_once = prepared.part.steps, not prepared.plan.fetches_again
+    fetches = deque(_Fetch(prepared, key, value, x) for x in (steps if at_once else steps[:1]))
+    whole = _own_part(prepared, query, key, value)
+    if shared is not None:
+        shared.attend(key, value)
+    merges = prepared.plan.split == "keys"
+    if whole is not None and merges and len(steps) + 1 > MOST_ROUNDED:
+        whole = whole[0].to(whole[1].dtype), whole[1]  # rounded once, not in every round
     calls, saved = [], []
-    for step, fetch in zip(prepared.part.steps, fetches, strict=True):
-        saved.append(fetch.wait())
-        call, result = _fetched_part(prepared, step, saved[-1], query)
-        calls.append(call)
-        if result is not None:
-            for whole, waiting in zip((out, lse), result, strict=True):
-                whole[:, step.heads.of(whole.shape[1])][:, :, step.round.queries] = waiting
-    return out, lse, calls, saved
-
-
-def _forward_by_keys(
-    prepared: Prepared, query: Tensor, key: Tensor, value: Tensor, shared: SharedForward | None
-) -> Result:
-    """Like _forward_by_rows, but with several rounds the keys and values are not saved."""
-    steps = prepared.part.steps
-    fetch = _Fetch(prepared, key, value, steps[0]) if steps else None
-    out, lse = _own_part(prepared, query, key, value, shared)
-    if len(steps) > 1:
-        out = out.to(lse.dtype)  # rounded once, not in every round
-    calls, packed = [], None
     for number, step in enumerate(steps):
-        assert fetch is not None
-        packed = fetch.wait()
-        following = steps[number + 1 : number + 2]
-        fetch = _Fetch(prepared, key, value, following[0]) if following else None
-        call, result = _fetched_part(prepared, step, packed, query)
+        fetched = fetches.popleft().wait()
+        if not at_once and number + 1 < len(steps):
+            fetches.append(_Fetch(prepared, key, value, steps[number + 1]))
+        call, result = _fetched_part(prepared, step, fetched, query)
         calls.append(call)
-        if result is not None:
-            queries = step.round.queries
-            merged = (out[:, :, queries], lse[:, :, queries])
-            merge_in_place(*merged, *result)
-            if not isinstance(queries, slice):  # a slice gives views, which merge_in_place changes
-                out[:, :, queries], lse[:, :, queries] = merged
-    saved = [packed] if packed is not None and len(steps) == 1 else []
-    return out.to(query.dtype), lse, calls, saved
+        saved += fetched if at_once else []
+        if whole is None:
+            whole = result
+        elif result is not None:
+            _put(whole, step, result, merges)
+    assert whole is not None, "a row that nothing computes is in the own part"
+    return whole[0].to(query.dtype), whole[1], calls, saved
 
 
 def _own_part(
-    prepared: Prepared, query: Tensor, key: Tensor, value: Tensor, shared: SharedForward | None
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of own queries and keys. Then computes shared rows and sends the results."""
+    prepared: Prepared, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) of own queries and keys; None if the result of the only step is the whole one."""
     if prepared.own is not None:
-        out, lse = prepared.own.forward(query, key, value)
-    else:
-        wide = torch.promote_types(query.dtype, torch.float32)
-        shape = (*query.shape[:3], value.shape[3])
-        if prepared.every_row_waits:  # steps write every row
-            out, lse = query.new_empty(shape), query.new_empty(shape[:3], dtype=wide)
-        else:
-            out = query.new_zeros(shape)
-            lse = query.new_full(query.shape[:3], -math.inf, dtype=wide)
-    if shared is not None:
-        shared.attend(key, value)
-    return out, lse
+        return prepared.own.forward(query, key, value)
+    if prepared.every_row_waits and len(prepared.part.steps) == 1:
+        return None
+    wide = torch.promote_types(query.dtype, torch.float32)
+    shape = (*query.shape[:3], value.shape[3])
+    if prepared.every_row_waits:  # steps write every row
+        return query.new_empty(shape), query.new_empty(shape[:3], dtype=wide)
+    return query.new_zeros(shape), query.new_full(query.shape[:3], -math.inf, dtype=wide)
 
 
 def _fetched_part(
-    prepared: Prepared, step: Step, packed: Tensor, query: Tensor
+    prepared: Prepared, step: Step, fetched: Sequence[Tensor], query: Tensor
 ) -> tuple[Call | None, tuple[Tensor, Tensor] | None]:
     """(call of a step, (out, lse) of it); both None if no pair of the step attends."""
     if step.round.mask is None:
         return None, None
-    here, (key, value) = _queries_of(query, step), _Packing.of(prepared, step).views(packed)
+    here, (key, value) = _queries_of(query, step), fetched
     call = prepared.call_of(step, here, key, value)
     return call, call.forward(here, key, value)
+
+
+def _put(
+    whole: tuple[Tensor, Tensor], step: Step, result: tuple[Tensor, Tensor], merges: bool
+) -> None:
+    """Writes the (out, lse) of a step into those of all own queries, or merges it with them."""
+    queries = step.round.queries
+    of_heads = [x[:, step.heads.of(x.shape[1])] for x in whole]
+    if merges:
+        merged = (of_heads[0][:, :, queries], of_heads[1][:, :, queries])
+        merge_in_place(*merged, *result)
+        if isinstance(queries, slice):  # a slice gives views, which merge_in_place changes
+            return
+        result = merged
+    for tensor, part in zip(of_heads, result, strict=True):
+        tensor[:, :, queries] = part
 
 
 def _queries_of(tensor: Tensor, step: Step) -> Tensor:
@@ -162,27 +163,34 @@ class _Backward:
             self._shared = SharedBackward(self._prepared, self._prepared.part.shared, saved, grads)
             self._shared_call = ctx.shared_call
         self._grads: list[Tensor | None] = [None] * 6
+        # Of query, key and value: whether the gradient is what the kernels of the only step write.
+        self._adopted = [False] * 6
 
     def run(self) -> list[Tensor | None]:
         """The gradients of query, key, value, bias, block scores and all score tensors."""
         returning: list[_Return] = []
-        if len(self._saved) == len(self._steps) and self._prepared.own is None:
+        at_once = not self._prepared.plan.fetches_again
+        fetched = [self._saved[i : i + 2] for i in range(0, len(self._saved), 2)]
+        if at_once and self._prepared.own is None:
             # Nothing is left to compute after the steps: the gradients of each one are added and
             # freed while the next one is computed.
             self._add_own()
-            for number, packed in enumerate(self._saved):
-                grads = self._grads_of_step(number, packed)
+            for number, both in enumerate(fetched):
+                grads = self._grads_of_step(number, both)
                 arriving, returning = returning, self._returned(number, grads)
                 self._add_step(number, grads)
                 del grads
                 for each in arriving:
                     each.add_to(*self._grads[1:3])
-        elif len(self._saved) == len(self._steps):
-            # Saved steps first, so that their gradients are sent while the own part is computed.
+        elif at_once:
+            # Steps first, so that their gradients are sent while the own part is computed.
             grads_of_steps = []
-            for number, packed in enumerate(self._saved):
-                grads_of_steps.append(self._grads_of_step(number, packed))
-                returning += self._returned(number, grads_of_steps[-1])
+            for number, both in enumerate(fetched):
+                grads = self._grads_of_step(number, both)
+                returning += self._returned(number, grads)
+                if grads is not None and not count(self._steps[number].round.own):
+                    grads = (grads[0], None, None, *grads[3:])  # freed when they are sent
+                grads_of_steps.append(grads)
             self._add_own()
             for number, grads in enumerate(grads_of_steps):
                 self._add_step(number, grads)
@@ -190,9 +198,9 @@ class _Backward:
             fetch = self._fetch(0)
             self._add_own()
             for number in range(len(self._steps)):
-                packed = fetch.wait()
+                both = fetch.wait()
                 fetch = self._fetch(number + 1) if number + 1 < len(self._steps) else fetch
-                grads = self._grads_of_step(number, packed)
+                grads = self._grads_of_step(number, both)
                 returning += self._returned(number, grads)
                 self._add_step(number, grads)
         if self._shared is not None:
@@ -216,13 +224,20 @@ class _Backward:
         return _Fetch(self._prepared, self._key, self._value, self._steps[number])
 
     def _add_own(self) -> None:
-        prepared, wide = self._prepared, self._lse.dtype
+        prepared = self._prepared
         if prepared.own is None:
             keys = prepared.every_key_waits
             written = (prepared.every_row_waits, keys, keys, False, False, False)
+            self._adopted = [all_ and len(self._steps) == 1 for all_ in written]
             self._grads = [
-                None if like is None or not needed else _unwritten(like) if all_ else _zeros(like)
-                for like, needed, all_ in zip(self._inputs, self._needs, written, strict=True)
+                None
+                if like is None or not needed or adopted
+                else _unwritten(like)
+                if all_
+                else _zeros(like)
+                for like, needed, all_, adopted in zip(
+                    self._inputs, self._needs, written, self._adopted, strict=True
+                )
             ]
         else:
             saved = (self._query, self._key, self._value, self._out, self._lse)
@@ -230,15 +245,18 @@ class _Backward:
             self._grads = [*grads]
             if grads[4] is not None:
                 self._grads[4] = self._scattered(grads[4], None, prepared.part.columns, Heads())
-        # Sums of more than two gradients are computed in float32, and rounded once.
+        # Sums of many gradients are computed in float32, and rounded once.
         several = len(self._steps) > 1 or self._shared is not None
-        many = prepared.part.summands > 2
-        by_keys = len(self._steps) > 1 and prepared.plan.split == "keys"
-        widens = (by_keys, many, many, several, several, several)
-        self._grads = [
-            grad if grad is None or not widen else grad.to(torch.promote_types(grad.dtype, wide))
-            for grad, widen in zip(self._grads, widens, strict=True)
-        ]
+        many = prepared.part.summands > MOST_ROUNDED
+        by_keys = len(self._steps) + 1 > MOST_ROUNDED and prepared.plan.split == "keys"
+        self._widens = (by_keys, many, many, several, several, several)
+        self._grads = [self._widened(number, grad) for number, grad in enumerate(self._grads)]
+
+    def _widened(self, number: int, grad: Tensor | None) -> Tensor | None:
+        """A gradient in the dtype in which it is summed."""
+        if grad is None or not self._widens[number]:
+            return grad
+        return grad.to(torch.promote_types(grad.dtype, self._lse.dtype))
 
     def _add_shared(self, shared: SharedBackward) -> None:
         tensors = (self._shared_query, self._key, self._value)
@@ -246,14 +264,16 @@ class _Backward:
         for number in (1, 2, 3, 5):
             total, grad = self._grads[number], grads[number]
             if total is not None and grad is not None:
-                total += grad.to(total.dtype)
+                total += grad
         query, total = own_query(), self._grads[0]
         if query is not None and total is not None:
             rows = self._prepared.part.shared
             assert rows is not None, "there are shared rows"
-            total[:, :, rows.own] = query.to(total.dtype)
+            total[:, :, rows.own] = query
 
-    def _grads_of_step(self, number: int, packed: Tensor) -> tuple[Tensor | None, ...] | None:
+    def _grads_of_step(
+        self, number: int, fetched: Sequence[Tensor]
+    ) -> tuple[Tensor | None, ...] | None:
         step, call = self._steps[number], self._calls[number]
         if call is None:
             return None
@@ -261,12 +281,7 @@ class _Backward:
         def here(x: Tensor | None) -> Tensor | None:
             return None if x is None else _queries_of(x, step).contiguous()
 
-        saved = (
-            _queries_of(self._query, step),
-            *_Packing.of(self._prepared, step).views(packed),
-            here(self._out),
-            here(self._lse),
-        )
+        saved = (_queries_of(self._query, step), *fetched, here(self._out), here(self._lse))
         grads = here(self._grad_out), here(self._grad_lse)
         return call.backward(*grads, saved, self._needs)
 
@@ -276,9 +291,7 @@ class _Backward:
             return []
         step = self._steps[number]
         both = (None, None) if grads is None else grads[1:3]
-        packing = _Packing.of(self._prepared, step)
-        packed = packing.pack(self._key, both, [step.round.received_at])
-        return [_Return(self._prepared, packed, step)]
+        return [_Return(self._prepared, both, step)]
 
     def _add_step(self, number: int, grads: tuple[Tensor | None, ...] | None) -> None:
         if grads is None:
@@ -286,8 +299,14 @@ class _Backward:
         step, (query, key, value, bias, blocks, reads) = self._steps[number], grads
         each, prepared = step.round, self._prepared
         first = prepared.plan.split == "rows"
-        _add(self._grads[0], step, each.queries, query, first=first)
-        if count(each.own):
+        for i, tokens in ((0, each.queries), (1, each.own_at), (2, each.own_at)):
+            grad = grads[i]
+            if self._adopted[i] and grad is not None:
+                # A view of own tokens: what a kernel wrote for them is not copied.
+                self._grads[i] = self._widened(i, grad if i == 0 else grad[:, :, tokens])
+        if not self._adopted[0]:
+            _add(self._grads[0], step, each.queries, query, first=first)
+        if count(each.own) and not self._adopted[1]:
             for total, grad in zip(self._grads[1:3], (key, value), strict=True):
                 grad = None if grad is None else grad[:, :, each.own_at]
                 _add(total, step, each.own, grad, first=prepared.own is None)
@@ -328,60 +347,85 @@ def _add(
         return
     total = total[:, step.heads.of(total.shape[1])]
     if first:
-        total[:, :, tokens] = grad.to(total.dtype)
+        total[:, :, tokens] = grad
     elif isinstance(tokens, slice):
         total[:, :, tokens] += grad
     else:
         total.index_add_(2, tokens, grad.to(total.dtype))
 
 
-class _Packing(NamedTuple):
-    """The layout of keys and values, or their gradients, in one tensor for an exchange.
+class _Layout(NamedTuple):
+    """The memory of the keys or values that a step exchanges, or of their gradients.
 
-    It has a row for each token: the key (batch, heads, head_dim), then the value (batch, heads,
-    value_dim).
+    A direct exchange has the layout of a shard, (batch, heads, tokens, dims). The others have
+    (tokens, batch, heads, dims): what one rank sends to another is one range of it.
     """
 
     batch: int
     heads: int
-    dims: tuple[int, int]
+    direct: bool
 
     @staticmethod
-    def of(prepared: Prepared, step: Step) -> "_Packing":
+    def of(prepared: Prepared, step: Step) -> "_Layout":
         """The layout for the heads of a step."""
-        batch, kv_heads, _, head_dim = prepared.key.shape
-        heads = len(range(kv_heads)[step.heads.of(kv_heads)])
-        return _Packing(batch, heads, (head_dim, prepared.value.shape[3]))
+        batch, kv_heads = prepared.key.shape[:2]
+        return _Layout(batch, len(range(kv_heads)[step.heads.of(kv_heads)]), step.round.direct)
 
     def empty(self, like: Tensor, tokens: int) -> Tensor:
-        """An uninitialised packed tensor."""
-        return like.new_empty(tokens, self.batch * self.heads * sum(self.dims))
+        """Uninitialised (batch, heads, tokens, dims) with this memory and the dims of `like`."""
+        if self.direct:
+            return like.new_empty(self.batch, self.heads, tokens, like.shape[3])
+        return like.new_empty(tokens, self.batch, self.heads, like.shape[3]).permute(1, 2, 0, 3)
 
-    def views(self, packed: Tensor) -> list[Tensor]:
-        """Views of the keys and the values of a packed tensor, (batch, heads, tokens, dims)."""
-        of_token = [self.batch * self.heads * dims for dims in self.dims]
-        return [
-            part.unflatten(1, (self.batch, self.heads, dims)).permute(1, 2, 0, 3)
-            for part, dims in zip(packed.split(of_token, 1), self.dims, strict=True)
-        ]
+    def rows(self, tensor: Tensor) -> Tensor:
+        """(batch, heads, tokens, dims) as rows for an exchange; copied if its memory differs."""
+        if self.direct:
+            return contiguous(tensor).flatten(0, 2)
+        return contiguous(tensor.permute(2, 0, 1, 3)).flatten(1)
 
-    def put(
-        self, packed: Tensor, at: Tokens, both: Sequence[Tensor | None], tokens: Tokens
-    ) -> None:
-        """Writes some tokens of keys and values into a packed tensor; None gives zeros."""
-        for view, tensor in zip(self.views(packed), both, strict=True):
-            view[:, :, at] = 0 if tensor is None else tensor[:, :, tokens]
+    def splits(self, tokens: Sequence[int]) -> list[int]:
+        """The number of rows of so many tokens."""
+        return [n * self.batch * self.heads if self.direct else n for n in tokens]
 
-    def pack(
-        self, like: Tensor, both: Sequence[Tensor | None], chosen: Sequence[Tokens]
-    ) -> Tensor:
-        """Packs the chosen tokens of keys and values, one choice after another."""
-        packed, begin = self.empty(like, sum(map(count, chosen))), 0
+    def tokens(self, rows: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `rows`; `like` has as many dims."""
+        if self.direct:
+            return rows.view(self.batch, self.heads, -1, like.shape[3])
+        return rows.view(-1, self.batch, self.heads, like.shape[3]).permute(1, 2, 0, 3)
+
+    def gathered(self, tensor: Tensor, chosen: Sequence[Tokens]) -> Tensor:
+        """The rows of the chosen tokens, one choice after another: a view if they lie so."""
+        chosen = [tokens for tokens in chosen if count(tokens)]
+        if len(chosen) == 1 and isinstance(chosen[0], slice):
+            return self.rows(tensor[:, :, chosen[0]])
+        packed, begin = self.empty(tensor, sum(map(count, chosen))), 0
         for tokens in chosen:
             end = begin + count(tokens)
-            self.put(packed, slice(begin, end), both, tokens)
+            copy(packed, slice(begin, end), tensor, tokens)
             begin = end
-        return packed
+        return self.rows(packed)
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy whose memory is in the order of its dims."""
+    if tensor.is_contiguous():
+        return tensor
+    made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    every = slice(0, tensor.shape[2])
+    copy(made, every, tensor, every)
+    return made
+
+
+def copy(target: Tensor, at: Tokens, source: Tensor, tokens: Tokens) -> None:
+    """Copies some tokens of `source` to tokens of `target`, both in dim 2."""
+    if isinstance(tokens, slice):
+        part = source[:, :, tokens]
+    elif isinstance(at, slice):
+        torch.index_select(source, 2, tokens, out=target[:, :, at])
+        return
+    else:
+        part = source.index_select(2, tokens)
+    target[:, :, at] = part
 
 
 class _Fetch:
@@ -389,38 +433,61 @@ class _Fetch:
 
     def __init__(self, prepared: Prepared, key: Tensor, value: Tensor, step: Step):
         each = self._round = step.round
-        packing = _Packing.of(prepared, step)
-        both = [x[:, step.heads.of(x.shape[1])] for x in (key, value)]
-        sent = packing.pack(key, both, each.send)
-        self._packed = packing.empty(key, each.attended)
-        arrives_in_place = isinstance(each.received_at, slice)
-        self._exchange = Exchange(
-            *(prepared.group, sent, each.send_splits, each.receive_splits, "keys and values"),
-            received=self._packed[each.received_at] if arrives_in_place else None,
-        )
-        packing.put(self._packed, each.own_at, both, each.own)
+        self._layout = layout = _Layout.of(prepared, step)
+        self._attended, self._exchanges = [], []
+        splits = layout.splits(each.send_splits), layout.splits(each.receive_splits)
+        for tensor, what in ((key, "keys"), (value, "values")):
+            own = tensor[:, step.heads.of(tensor.shape[1])]
+            sent, in_place = layout.gathered(own, each.send), None
+            if count(each.own):  # most keys are own ones, which keep the layout of a shard
+                attended = tensor.new_empty(*own.shape[:2], each.attended, tensor.shape[3])
+            else:
+                attended = layout.empty(tensor, each.attended)
+                if isinstance(each.received_at, slice):
+                    in_place = layout.rows(attended)
+            self._exchanges.append(Exchange(prepared.group, sent, *splits, what, in_place))
+            if count(each.own):
+                copy(attended, each.own_at, own, each.own)
+            self._attended.append(attended)
 
-    def wait(self) -> Tensor:
-        """The packed keys and values, in the order of the sequence."""
-        received = self._exchange.wait()
-        if isinstance(self._round.received_at, Tensor):
-            self._packed[self._round.received_at] = received
-        return self._packed
+    def wait(self) -> list[Tensor]:
+        """The keys and the values, (batch, heads, tokens, dims), in the order of the sequence."""
+        in_place = isinstance(self._round.received_at, slice) and not count(self._round.own)
+        for attended, exchange in zip(self._attended, self._exchanges, strict=True):
+            received = exchange.wait()
+            if not in_place:
+                received = self._layout.tokens(received, attended)
+                copy(attended, self._round.received_at, received, slice(0, received.shape[2]))
+        return self._attended
 
 
 class _Return:
-    """Sends the gradients of the keys and values that a step received to their owners."""
+    """Sends the gradients of the keys and values that a step received to their owners.
 
-    def __init__(self, prepared: Prepared, packed: Tensor, step: Step):
+    Args:
+        prepared: The call.
+        grads: The gradients of the attended keys and values; None for zeros.
+        step: The step.
+    """
+
+    def __init__(self, prepared: Prepared, grads: Sequence[Tensor | None], step: Step):
         self._step, each = step, step.round
-        self._packing = _Packing.of(prepared, step)
-        splits = (each.receive_splits, each.send_splits)
-        self._exchange = Exchange(prepared.group, packed, *splits, "gradients of keys and values")
+        self._layout = layout = _Layout.of(prepared, step)
+        splits = layout.splits(each.receive_splits), layout.splits(each.send_splits)
+        self._exchanges, self._likes = [], (prepared.key, prepared.value)
+        for grad, like, what in zip(grads, self._likes, ("keys", "values"), strict=True):
+            if grad is None:
+                sent = layout.rows(layout.empty(like, each.received).zero_())
+            else:
+                sent = layout.gathered(grad, [each.received_at])
+            exchange = Exchange(prepared.group, sent, *splits, f"gradients of {what}")
+            self._exchanges.append(exchange)
 
     def add_to(self, *totals: Tensor | None) -> None:
         """Adds the received gradients, rank by rank: a token may have been sent to several."""
         each = self._step.round
-        parts = self._exchange.wait().split(each.send_splits)
-        for part, tokens in zip(parts, each.send, strict=True):
-            for total, grad in zip(totals, self._packing.views(part), strict=True):
+        for exchange, total, like in zip(self._exchanges, totals, self._likes, strict=True):
+            parts = exchange.wait().split(self._layout.splits(each.send_splits))
+            for part, tokens in zip(parts, each.send, strict=True):
+                grad = self._layout.tokens(part, like)
                 _add(total, self._step, tokens, grad, first=False)

@@ -37,7 +37,13 @@ from sparseflash.distributed.assign import (
     costs,
     heavy_rows,
 )
-from sparseflash.distributed.model import CHOICES, Split, choose_split
+from sparseflash.distributed.model import (
+    CHOICES,
+    Split,
+    choose_split,
+    copied_tokens,
+    pairings_of,
+)
 from sparseflash.distributed.part import Fetches, Heads, Part, part_of, shared_rows_of
 from sparseflash.distributed.report import Report, report_of
 
@@ -237,14 +243,50 @@ class ContextPlan(Caching):
         workloads = [each.workload for each in self._fetches(groups)]
         return torch.stack([costs(w, self.owner, self.ranks).traffic for w in workloads]).sum(0)
 
+    def copied(self, groups: int = 1) -> Tensor:
+        """The number of key tokens that each rank copies in a forward pass.
+
+        With split "keys" these are the ones that it packs before it sends them, and received ones
+        that do not arrive in the order of the sequence. With split "rows" they are the ones that
+        it packs, and all that waiting rows attend. With round_tokens there may be fewer.
+
+        Args:
+            groups: Number of groups of heads, from head_groups.
+
+        Returns:
+            int64 (ranks,), summed over groups of heads.
+        """
+        if groups == 1 or self.mask.num_heads == 1:
+            found = copied_tokens(self.workload, self.owner, self.costs.traffic, self.split)
+            return found * groups
+        each = [fetches.workload for fetches in self._fetches(groups)]
+        each = [(w, self.owner, costs(w, self.owner, self.ranks).traffic) for w in each]
+        found = [copied_tokens(*found, self.split) for found in each]
+        return torch.stack(found).sum(0)
+
     @cached_property
     def num_rounds(self) -> int:
         """All-to-alls of one pass, the same on every rank; 0 if no rank fetches keys."""
+        pairings, paired = self.pairings
+        if paired is not None:
+            return len(pairings) + int((self.costs.traffic.bool() & ~paired).any())
         most = max(int(needed.sum()) for needed in self._fetched)
         if self.round_tokens is None:
             return min(most, 1)
         blocks = self.round_tokens // self.mask.grid.bk
         return -(-most // blocks)
+
+    @property
+    def fetches_again(self) -> bool:
+        """Whether the backward pass fetches keys again, so that two rounds at most are stored."""
+        return self.round_tokens is not None and self.num_rounds > 1
+
+    @cached_property
+    def pairings(self) -> tuple[tuple[int, ...], Tensor | None]:
+        """(pairings, paired) of Fetches: rounds in which a rank receives from one rank."""
+        if self.split == "rows" or self.round_tokens is not None:
+            return (), None
+        return pairings_of(self.workload, self.owner, self.costs.traffic)
 
     @cached_property
     def workload(self) -> Workload:
@@ -359,7 +401,8 @@ class ContextPlan(Caching):
     def _fetches(self, groups: int) -> list[Fetches]:
         """What ranks fetch for all heads, or for each group if heads have different masks."""
         if groups == 1 or self.mask.num_heads == 1:
-            return [Fetches(self.workload, self.owner, self._fetched, self.num_rounds)]
+            rounds = (self.num_rounds, *self.pairings)
+            return [Fetches(self.workload, self.owner, self._fetched, *rounds)]
         if ("fetches", groups) not in self.cache:
             self.cache["fetches", groups] = [
                 self._fetches_of(Heads(number, groups)) for number in range(groups)
@@ -455,9 +498,8 @@ def _planned(
     )
     chosen: tuple[Split, int] = ("keys", 1)
     if round_tokens is None:
-        moved = torch.maximum(*costs(workload, owner, ranks).moved) / mask.grid.bk
-        exchange = moved * fetch_cost * mask.num_heads
-        chosen = choose_split(workload, owner, ranks, exchange, split)
+        found = costs(workload, owner, ranks)
+        chosen = choose_split(workload, owner, found, fetch_cost, split)
     return ContextPlan(mask, ranks, name, owner, round_tokens, *chosen, workload.shared)
 
 

@@ -29,6 +29,8 @@ class Report:
         blocks: Number of non-zero blocks that each rank computes, summed over heads of the mask.
         receive_bytes, send_bytes: Bytes that each rank receives and sends in a forward pass.
         backward_receive_bytes, backward_send_bytes: The same in a backward pass.
+        copied_bytes: Bytes of keys and values that each rank copies in a forward pass: see
+            ContextPlan.copied. They are assumed to be contiguous, with more than one head.
         shared_rows: Number of shared block rows.
         shared_bytes: The part of the bytes received by all ranks in a forward pass that belongs to
             shared rows.
@@ -48,6 +50,7 @@ class Report:
     send_bytes: list[int]
     backward_receive_bytes: list[int]
     backward_send_bytes: list[int]
+    copied_bytes: list[int]
     shared_rows: int
     shared_bytes: int
     imbalance: float
@@ -82,6 +85,9 @@ class Report:
             f"moves {sum(self.receive_bytes) / 1e6:.2f} MB, {self.share:.2%} of the "
             f"{gathered:.2f} MB of an all-gather or a ring",
         ]
+        if any(self.copied_bytes):
+            copied = sum(self.copied_bytes) / 1e6
+            lines.append(f"copies {copied:.2f} MB of keys and values to send or to attend them")
         if self.least_bytes:
             least = self.least_bytes * len(self.tokens) / 1e6
             lines.append(f"equal shares of the sequence move at least {least:.2f} MB")
@@ -139,7 +145,7 @@ def report_of(
     groups, wide = plan.head_groups(kv_heads), torch.promote_types(dtype, torch.float32).itemsize
     traffic = plan.traffic(groups) * token_bytes // groups
     fetched, given = traffic.sum(1), traffic.sum(0)
-    again = plan.num_rounds > 1
+    again = plan.fetches_again
     there, back = queries * head_dim * dtype.itemsize, queries * (value_dim + 1) * wide
     received, sent = (x.long() for x in plan.costs.moved_of_shared(there, back))
     there, back = 2 * back, queries * head_dim * wide
@@ -160,6 +166,7 @@ def report_of(
         send_bytes=(given + sent).tolist(),
         backward_receive_bytes=(given + again * fetched + returned).tolist(),
         backward_send_bytes=(fetched + again * given + sent_back).tolist(),
+        copied_bytes=(plan.copied(groups) * token_bytes // groups).tolist(),
         shared_rows=len(plan.shared),
         shared_bytes=int(received.sum()),
         imbalance=max(blocks) * plan.ranks / max(sum(blocks), 1),

@@ -4,19 +4,21 @@
 
 It needs no GPU and no other process. The model of one pass of one rank:
 
-    by keys   call + max(own blocks, exchange) + fetched blocks + merge of rows
+    by keys   call + max(own blocks, exchange) + fetched blocks + merge of rows + copies
     by rows   call + max(blocks, exchange / groups + waiting blocks,
-                         exchange + waiting blocks / groups)
+                         exchange + waiting blocks / groups) + copies
     exchange  latency + max(bytes received, bytes sent) / bandwidth
+    copies    (bytes read + bytes written) / memory
 
 Waiting blocks belong to rows that attend fetched keys. The time of a block is its useful FLOPs,
-4 d bq bk forward and 2.5 times as many backward, over the rate of the machine. The time of a pass
-is that of the slowest rank. `efficiency` is the time of evenly divided blocks alone over the
-predicted time. If `exposed` is not 0, communication is not hidden by computation.
+4 d bq bk forward and 2.5 times as many backward, over the rate of the machine. Copies are those
+of keys and values that are packed or put in order, and the addition of received gradients. The
+time of a pass is that of the slowest rank. `efficiency` is the time of evenly divided blocks alone
+over the predicted time. If `exposed` is not 0, communication is not hidden by computation.
 """
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -39,6 +41,7 @@ class Machine:
         latency_us: Fixed time of an exchange, in microseconds.
         backward_tflops: Useful TFLOP/s in the backward pass; by default `tflops`.
         call_us: Fixed time of a pass, in microseconds.
+        memory: GB/s at which copies read and write the memory of a rank, both together.
 
     Raises:
         ValueError: A rate is not positive, or a time is negative.
@@ -49,9 +52,10 @@ class Machine:
     latency_us: float = 50.0
     backward_tflops: float | None = None
     call_us: float = 0.0
+    memory: float = 2000.0
 
     def __post_init__(self) -> None:
-        rates = {"tflops": self.tflops, "bandwidth": self.bandwidth}
+        rates = {"tflops": self.tflops, "bandwidth": self.bandwidth, "memory": self.memory}
         if self.backward_tflops is not None:
             rates["backward_tflops"] = self.backward_tflops
         for name, rate in rates.items():
@@ -102,6 +106,11 @@ class Attention:
     batch: int = 1
     dtype: torch.dtype = torch.bfloat16
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the key and the value of a token."""
+        return 2 * self.batch * self.kv_heads * self.head_dim * self.dtype.itemsize
+
     def report(self, plan: ContextPlan) -> Report:
         """The report of a plan for these sizes."""
         sizes = (self.kv_heads, self.head_dim, self.dtype, self.batch, self.heads)
@@ -119,6 +128,8 @@ class Demand:
         own, fetched, ready, waiting, waiting_rows: For each rank, as in Division.
         moved, returned: The larger of the bytes that each rank receives and sends, in the forward
             and in the backward pass.
+        copied, added: For each rank, bytes of memory that copies read and write, in the forward
+            and in the backward pass. Empty for none, as in records made before they were counted.
     """
 
     split: Split
@@ -131,6 +142,8 @@ class Demand:
     waiting_rows: list[float]
     moved: list[float]
     returned: list[float]
+    copied: list[float] = field(default_factory=list)
+    added: list[float] = field(default_factory=list)
 
     @staticmethod
     def of(plan: ContextPlan, attention: Attention, selected: float = 1.0) -> "Demand":
@@ -140,6 +153,9 @@ class Demand:
         heads = attention.batch * attention.heads / plan.mask.num_heads
         forward = torch.tensor([report.receive_bytes, report.send_bytes])
         backward = torch.tensor([report.backward_receive_bytes, report.backward_send_bytes])
+        copied = 2 * torch.tensor(report.copied_bytes).double()
+        # A rank gets gradients of what it sent, each of which is read, added and written.
+        gradients = plan.costs.traffic.sum(0) * attention.token_bytes
         return Demand(
             split=plan.split,
             groups=plan.groups,
@@ -151,6 +167,8 @@ class Demand:
             waiting_rows=division.waiting_rows.tolist(),
             moved=forward.double().amax(0).tolist(),
             returned=backward.double().amax(0).tolist(),
+            copied=copied.tolist(),
+            added=(copied + 3 * gradients).tolist(),
         )
 
     @property
@@ -176,7 +194,11 @@ class Demand:
                 strict=True,
             )
         )
-        return forward + machine.call_us / 1e3, backward + machine.call_us / 1e3
+        copied, added = (
+            torch.tensor(each or [0.0]).double() / (machine.memory * 1e6) + machine.call_us / 1e3
+            for each in (self.copied, self.added)
+        )
+        return forward + copied, backward + added
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class Exchange:
         """The received rows. On a GPU the current stream waits for them, on a CPU the caller."""
         with _explain_errors(self._what):
             cast(dist.Work, self._work).wait()
+        del self._source
         return self._received
 
 

@@ -20,6 +20,7 @@ from sparseflash.distributed import (
     context_parallel_attention,
     gather,
     make_plan,
+    passes,
 )
 from sparseflash.score import ScoreFunction
 
@@ -36,6 +37,7 @@ def mask_of(name: str) -> BlockMask:
         "random": masks.random(0.2, seed=1),
         "global tokens": masks.local(10) | masks.global_tokens([3, 100]),
         "butterfly": masks.butterfly(),
+        "dense": masks.full(),
         "documents": masks.documents([16] * 13 + [2]),
         "head masks": masks.stack([causal, near, near, masks.random(0.3, seed=2)]),
         "key head masks": masks.stack([causal, masks.random(0.3, seed=2)]),
@@ -49,12 +51,12 @@ def mask_of(name: str) -> BlockMask:
     return patterns[name](LENGTH, BLOCK)
 
 
-def inputs(dtype: torch.dtype, value_dim: int = DIMS) -> tuple[Tensor, ...]:
+def inputs(dtype: torch.dtype, value_dim: int = DIMS, length: int = LENGTH) -> tuple[Tensor, ...]:
     """query, key, value and the gradients of out and lse."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(BATCH, heads, LENGTH, DIMS) for heads in (HEADS, KV_HEADS)]
-    shapes += [(BATCH, heads, LENGTH, value_dim) for heads in (KV_HEADS, HEADS)]
-    shapes.append((BATCH, HEADS, LENGTH))
+    shapes = [(BATCH, heads, length, DIMS) for heads in (HEADS, KV_HEADS)]
+    shapes += [(BATCH, heads, length, value_dim) for heads in (KV_HEADS, HEADS)]
+    shapes.append((BATCH, HEADS, length))
     return tuple(torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
 
 
@@ -82,13 +84,14 @@ def errors(
     return _errors(rank, plan, (mask, None), tensors, extras)
 
 
-def errors_with_filled_memory(rank: int, split: str) -> dict[str, float]:
-    """`errors` of a butterfly, whose rows all wait; memory that is not written holds NaN."""
+def errors_with_filled_memory(rank: int, mask_name: str, split: str) -> dict[str, float]:
+    """`errors` where memory that is not written holds NaN. All rows of a butterfly wait."""
     torch.use_deterministic_algorithms(True)  # then torch.empty fills memory
     try:
-        plan = make_plan(mask_of("butterfly"), dist.get_world_size(), "contiguous", split=split)
-        assert (plan.part(rank).mask is None) == (split == "rows")
-        return errors(rank, "butterfly", "contiguous", split, {})
+        if mask_name == "butterfly" and split in ("rows", "keys"):
+            plan = make_plan(mask_of(mask_name), dist.get_world_size(), "contiguous", split=split)
+            assert (plan.part(rank).mask is None) == (split == "rows")
+        return errors(rank, mask_name, "contiguous", split, {})
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -322,6 +325,31 @@ def bytes_moved(rank: int, mask_name: str, strategy: str, split: str) -> list[li
     planned = [report.receive_bytes[rank], report.send_bytes[rank]]
     returned = [report.backward_receive_bytes[rank], report.backward_send_bytes[rank]]
     return [forward, backward, planned, returned]
+
+
+def bytes_copied(rank: int, mask_name: str, strategy: str, split: str) -> tuple[int, int, int]:
+    """Bytes of keys and values that are copied in the forward pass, and those of the plan; and
+    bytes of gradients that are packed in the backward pass.
+    """
+    copied = [0]
+    copy = passes.copy
+
+    def counted(target, at, source, tokens):
+        copied[0] += target[:, :, at].nbytes
+        copy(target, at, source, tokens)
+
+    length = 256 if mask_name == "whole butterfly" else LENGTH
+    mask = masks.butterfly()(length, BLOCK) if length == 256 else mask_of(mask_name)
+    plan = plan_of(mask, dist.get_world_size(), strategy, split)
+    value_dim = 2 * DIMS
+    given = inputs(torch.float64, value_dim, length)[:3]
+    own = [plan.shard(x, rank, 2).requires_grad_() for x in given]
+    with mock.patch.object(passes, "copy", counted):
+        out = context_parallel_attention(*own, plan)
+        forward = copied[0]
+        out.sum().backward()
+    report = plan.report(KV_HEADS, DIMS, torch.float64, BATCH, HEADS, value_dim)
+    return forward, report.copied_bytes[rank], copied[0] - forward
 
 
 def same_bits(rank: int, split: str) -> bool:

@@ -17,7 +17,7 @@ from tests.helpers.ranks import Ranks
 EXACT = 1e-12
 MASKS = (
     *("causal", "window and sink", "random", "empty rows", "global tokens", "documents"),
-    *("head masks", "key head masks", "nothing"),
+    *("head masks", "key head masks", "butterfly", "dense", "nothing"),
 )
 
 
@@ -58,9 +58,10 @@ def test_same_as_one_process(ranks, mask, strategy, split):
     check_exact(ranks.run(cases.errors, mask, strategy, split, {}))
 
 
-@pytest.mark.parametrize("split", ["rows", "keys"])
+@pytest.mark.parametrize("split", ["rows", "keys", "rounds", "shared rows"])
 def test_every_result_and_gradient_is_written(ranks, split):
-    check_exact(ranks.run(cases.errors_with_filled_memory, split))
+    for mask in ("butterfly", "empty rows", "documents", "nothing"):
+        check_exact(ranks.run(cases.errors_with_filled_memory, mask, split))
 
 
 def test_a_result_that_was_not_written_is_an_error():
@@ -135,6 +136,20 @@ def test_bytes_moved_are_those_of_the_plan(ranks, mask):
             assert (forward, backward) == (planned, returned)
             if split == "shared rows":
                 assert min(forward) > 0
+
+
+@pytest.mark.parametrize("mask", ["whole butterfly", "causal", "random", "dense", "head masks"])
+@pytest.mark.parametrize("strategy", ["contiguous", "zigzag"])
+def test_bytes_copied_are_those_of_the_plan(ranks, mask, strategy):
+    for split in ("rows", "keys"):
+        for found, planned, _ in ranks.run(cases.bytes_copied, mask, strategy, split):
+            assert found == planned
+
+
+def test_shards_that_are_sent_whole_are_not_packed(ranks):
+    """On four ranks each shard goes to two ranks, in two rounds; nor are gradients packed."""
+    answers = ranks.run(cases.bytes_copied, "whole butterfly", "contiguous", "keys")
+    assert all(answer == (0, 0, 0) for answer in answers), answers
 
 
 @pytest.mark.slow(10)

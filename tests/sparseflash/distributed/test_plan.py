@@ -186,13 +186,51 @@ def test_auto_takes_the_strategy_of_least_modelled_time():
     assert make_plan(causal, 8, fetch_cost=1e4).strategy == "contiguous"
 
 
-def test_auto_merges_only_where_waiting_would_take_longer():
+def test_auto_merges_only_where_waiting_and_copying_would_take_longer():
     window, full = masks.local((511, 0))(65536, 128), masks.full()(65536, 128)
     assert make_plan(window, 8).split == "rows"
-    assert make_plan(full, 8, fetch_cost=1.0).split == "rows"
+    # All rows wait for one block of keys: to copy own keys takes less than to read rows again.
+    assert make_plan((masks.local(1024) | masks.global_tokens([0]))(65536, 128), 2).split == "rows"
+    # All rows wait for as many keys as there are own ones, most of whose blocks need not wait.
+    assert make_plan(masks.butterfly()(65536, 128), 2).split == "keys"
     # Half of the blocks are computed during an exchange that takes as long.
     assert make_plan(full, 2, fetch_cost=250.0).split == "keys"
     assert make_plan(full, 2, round_tokens=128).split == "keys"
+
+
+def test_whole_shards_are_exchanged_in_pairs_of_ranks():
+    butterfly, full = masks.butterfly()(4096, 64), masks.full()(4096, 64)
+    plan = make_plan(butterfly, 4, "contiguous", split="keys")
+    assert plan.num_rounds == 2
+    for rank in range(4):
+        rounds = plan.part(rank).rounds
+        assert [each.direct for each in rounds] == [True, True]
+        assert [each.receive_splits for each in rounds] == [
+            [1024 * (sender == rank ^ pairing) for sender in range(4)] for pairing in (1, 2)
+        ]
+    # Three ranks have pairs too, of which one rank is left out in each round.
+    assert make_plan(full, 3, "contiguous", split="keys").num_rounds == 3
+    # Each round merges all rows: of many rounds one that packs takes less time.
+    assert make_plan(full, 8, "contiguous", split="keys").num_rounds == 1
+    assert make_plan(full, 4, "contiguous", split="rows").num_rounds == 1
+    # Rank 1 gets all keys of rank 0 and few of rank 2; rank 0 few of rank 1.
+    window = masks.local((1024, 100))(4096, 64)
+    rounds = make_plan(window, 4, "contiguous", split="keys").part(1).rounds
+    assert [(each.direct, each.receive_splits) for each in rounds] == [
+        (True, [1024, 0, 0, 0]),
+        (True, [0, 0, 0, 0]),
+        (False, [0, 0, 128, 0]),
+    ]
+
+
+def test_keys_of_ranks_that_are_mixed_arrive_in_rounds():
+    """So that they need not be put in the order of the sequence."""
+    owner = [0, 1, 2, 3] * 16
+    plan = make_plan(masks.random(0.3, seed=1)(4096, 64), 4, owner, split="keys")
+    for rank in range(4):
+        for each in plan.part(rank).rounds:
+            assert isinstance(each.received_at, slice)
+            assert sum(count > 0 for count in each.receive_splits) <= 1
 
 
 def test_masks_of_heads_are_fetched_by_each_head():
