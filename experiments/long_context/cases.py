@@ -16,6 +16,7 @@ from sparseflash.distributed.simulation import Attention, Demand, Machine, Predi
 
 BLOCK = 128
 TOP_K = "top-k"
+NARROW = 1024  # tokens of the second window: less to compute for each token that is gathered
 
 
 def patterns(window: int, seq_len: int) -> dict[str, Pattern]:
@@ -23,6 +24,7 @@ def patterns(window: int, seq_len: int) -> dict[str, Pattern]:
     local_global = masks.local(window // 2) | masks.global_tokens(list(range(BLOCK)))
     return {
         "window": masks.local((window - 1, 0)),
+        f"window of {NARROW}": masks.local((NARROW - 1, 0)),
         "butterfly": masks.butterfly(),
         "local+global": local_global,
         "documents": masks.documents(document_lengths(2 * window, seq_len)),

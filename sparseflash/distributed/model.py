@@ -123,9 +123,9 @@ def copied_tokens(workload: Workload, owner: Tensor, traffic: Tensor, split: Spl
         return traffic.sum(0) + attended.sum(1)
     pairings, paired = pairings_of(workload, owner, traffic)
     rank = torch.arange(ranks)
-    distance, together = rank.unsqueeze(1) ^ rank, traffic
-    rounds = [traffic * (paired & (distance == each)) for each in pairings]
+    distance, together, rounds = rank.unsqueeze(1) ^ rank, traffic, []
     if paired is not None:
+        rounds = [traffic * (paired & (distance == each)) for each in pairings]
         together, fetched = traffic * ~paired, fetched & ~paired[:, sender]
     mixed = [not _in_order(sender[columns]) for columns in fetched]
     whole = workload.tokens_of(owner, ranks)

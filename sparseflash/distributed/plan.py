@@ -48,7 +48,7 @@ from sparseflash.distributed.part import Fetches, Heads, Part, part_of, shared_r
 from sparseflash.distributed.report import Report, report_of
 
 FETCH_COST = 4.0  # time to fetch a block of keys and values over the time to compute a block
-ABOUT = 1.05  # predicted times within this factor count as equal
+ABOUT = 1.05  # predicted times, or traffic, within this factor count as equal
 HEADER = "context_plan"  # the key of the safetensors metadata
 
 
@@ -443,8 +443,8 @@ def make_plan(
         ranks: Number of ranks, at most one for each unit of max(block_size) tokens; or the process
             group or one-dimensional mesh of these ranks.
         strategy: "contiguous", "zigzag", "zigzag by document", "balanced chunks", "contiguous with
-            repair", or a list with the rank of each unit. "auto" takes, of the strategies with
-            about the least predicted time, the one with the least traffic.
+            repair", "graph growing", or a list with the rank of each unit. "auto" takes, of the
+            strategies with about the least predicted time, the first with about the least traffic.
         round_tokens: Largest number of tokens whose keys and values a rank receives at a time, at
             least one block; it receives further tokens in later rounds. By default there is one
             round.
@@ -562,7 +562,7 @@ def _fastest(
     ranks: int,
     fetch_cost: float,
 ) -> tuple[str, Tensor, Workload]:
-    """The choice with the least traffic among those with about the least predicted time."""
+    """Of the choices with about the least predicted time, the first with about the least traffic."""
     candidates = []
     for workload in workloads:
         for name, assign in strategies.items():
@@ -572,7 +572,8 @@ def _fastest(
             candidates.append((time, float(cost.moved[0].sum()), (name, owner, workload)))
     least = min(time for time, *_ in candidates)
     fast_enough = [choice for choice in candidates if choice[0] <= ABOUT * least]
-    return min(fast_enough, key=lambda choice: choice[1])[2]
+    least = min(traffic for _, traffic, _ in fast_enough)
+    return next(choice for _, traffic, choice in fast_enough if traffic <= ABOUT * least)
 
 
 def _checked_rows(rows: Sequence[int] | Tensor, count: int) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ def test_cases_keep_the_tokens_of_a_rank_or_those_of_the_sequence():
     ]
     assert found[0] == [("window", 1, 512), ("window", 4, 2048)]
     assert found[1] == [("top-k", 1, 512), ("top-k", 4, 512)]
-    assert len(list(cases(Kind.WEAK, 512, [1, 2], 256, ()))) == 12
+    assert len(list(cases(Kind.WEAK, 512, [1, 2], 256, ()))) == 14
 
 
 def test_documents_of_a_longer_sequence_are_those_of_a_shorter_one_and_more():
@@ -195,7 +195,7 @@ def test_predictions_are_on_disk_before_anything_is_measured(tmp_path, monkeypat
     assert "the first measurement" in str(done.exception)
     record = json.loads((tmp_path / "long-context-strong-512-2-1-heads-1-cpu.json").read_text())
     assert (record["complete"], record["rows"]) == (False, [])
-    assert len(record["predicted"]) == 6
+    assert len(record["predicted"]) == 7
 
 
 def test_pictures_show_gains_relative_to_one_rank():

@@ -186,13 +186,39 @@ def test_auto_takes_the_strategy_of_least_modelled_time():
     assert make_plan(causal, 8, fetch_cost=1e4).strategy == "contiguous"
 
 
+def test_a_graph_grown_in_halves_exchanges_few_blocks():
+    """Half of a hypercube of odd dimension is a ball, of whose surface the other half needs one
+    side: the blocks with 4 bits of 7.
+    """
+    mask = masks.butterfly()(128 * 64, 64)
+    plan = make_plan(mask, 2)
+    assert plan.strategy == "graph growing"
+    bits = torch.tensor([number.bit_count() for number in range(128)])
+    assert plan.owner.tolist() == (bits > 3).long().tolist()
+    assert plan.costs.receive.tolist() == [35 * 64] * 2
+    assert plan.report().imbalance == 1
+    contiguous = make_plan(mask, 4, "contiguous").costs.traffic.sum()
+    assert make_plan(mask, 4).costs.traffic.sum() < 0.7 * contiguous
+    # Without links, and with all links, any half is as good.
+    for pattern in (masks.full(), masks.documents([64] * 128)):
+        plan = make_plan(pattern(128 * 64, 64), 3, "graph growing")
+        assert sorted(plan.owner.bincount().tolist()) == [42, 43, 43]
+
+
+def test_auto_takes_contiguous_shards_if_others_save_little():
+    random = masks.random(1 / 16, seed=0)(65536, 128)
+    of = {name: make_plan(random, 8, name).costs.traffic.sum() for name in STRATEGIES}
+    assert of["graph growing"] < of["contiguous"]
+    assert make_plan(random, 8).strategy == "contiguous"
+
+
 def test_auto_merges_only_where_waiting_and_copying_would_take_longer():
     window, full = masks.local((511, 0))(65536, 128), masks.full()(65536, 128)
     assert make_plan(window, 8).split == "rows"
     # All rows wait for one block of keys: to copy own keys takes less than to read rows again.
     assert make_plan((masks.local(1024) | masks.global_tokens([0]))(65536, 128), 2).split == "rows"
     # All rows wait for as many keys as there are own ones, most of whose blocks need not wait.
-    assert make_plan(masks.butterfly()(65536, 128), 2).split == "keys"
+    assert make_plan(masks.butterfly()(65536, 128), 2, "contiguous").split == "keys"
     # Half of the blocks are computed during an exchange that takes as long.
     assert make_plan(full, 2, fetch_cost=250.0).split == "keys"
     assert make_plan(full, 2, round_tokens=128).split == "keys"
