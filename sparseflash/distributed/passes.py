@@ -130,11 +130,8 @@ def _put(
     queries = step.round.queries
     of_heads = [x[:, step.heads.of(x.shape[1])] for x in whole]
     if merges:
-        merged = (of_heads[0][:, :, queries], of_heads[1][:, :, queries])
-        merge_in_place(*merged, *result)
-        if isinstance(queries, slice):  # a slice gives views, which merge_in_place changes
-            return
-        result = merged
+        merge_in_place(*of_heads, *result, queries)
+        return
     for tensor, part in zip(of_heads, result, strict=True):
         tensor[:, :, queries] = part
 

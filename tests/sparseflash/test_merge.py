@@ -142,3 +142,10 @@ def test_merging_in_place_is_merging():
         merge_in_place(out, lse, parts[1], lses[1])
         torch.testing.assert_close(out, expected[0], atol=within, rtol=within)
         torch.testing.assert_close(lse, expected[1])
+        for rows in (slice(7, 57), torch.randperm(60)[:50]):
+            whole, whole_lse = parts.new_full((1, 3, 60, 8), 7.0), lses.new_full((1, 3, 60), 7.0)
+            whole[:, :, rows], whole_lse[:, :, rows] = parts[0], lses[0]
+            merge_in_place(whole, whole_lse, parts[1], lses[1], rows)
+            torch.testing.assert_close(whole[:, :, rows], expected[0], atol=within, rtol=within)
+            torch.testing.assert_close(whole_lse[:, :, rows], expected[1])
+            assert int((whole_lse == 7).sum()) == 3 * 10

@@ -23,5 +23,6 @@ def unspecialized(*tensors: str) -> dict[str, list[str]]:
             "key_lengths",
             *OF_SCORES,
             "block_positions",
+            "rows",
         ],
     )
