@@ -48,7 +48,7 @@ def merge_in_place(
     lse: Tensor,
     part_out: Tensor,
     part_lse: Tensor,
-    rows: Tensor | slice = slice(None),  # noqa: B008
+    rows: Tensor | slice = slice(None),
 ) -> None:
     """Writes merge_attention((out, part_out), (lse, part_lse)) to out and lse, without gradients.
 

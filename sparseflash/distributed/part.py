@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 import masks
-from masks import BlockMask
+from masks import BlockMask, MaskBatch
 from masks._core.grid import Grid
 from masks.lookup_table import moved
 from sparseflash.dispatch.call import Positions
 from sparseflash.distributed.assign import Workload
 
+# Chunks of the keys of shared rows: with 16 heads there are enough work tiles for a GPU, whose time
+# with fewer blocks would be mostly that of prologue and epilogue.
+MOST_CHUNKS, CHUNK_BLOCKS = 32, 16
 Tokens = Tensor | slice  # indices of tokens: int64, or a slice if they are consecutive
 
 
@@ -105,6 +108,9 @@ class SharedRows:
             tokens are ordered by rank.
         positions: Positions of these rows and of the own columns in the sequence.
         mask: The mask of all these rows and the own keys.
+        chunks: Number of equal chunks of the own keys. A row is one work tile of each head, which
+            leaves most multiprocessors idle; the attention to each chunk is one of its own.
+        mask_of_chunks: The masks of all these rows and each chunk, or the one that all have.
     """
 
     own: Tokens
@@ -113,6 +119,8 @@ class SharedRows:
     order: Tensor
     positions: Positions
     mask: BlockMask
+    chunks: int
+    mask_of_chunks: BlockMask | MaskBatch
 
     def to(self, device: torch.device) -> "SharedRows":
         return moved(self, device)
@@ -291,6 +299,9 @@ def shared_rows_of(mask: BlockMask, fetches: Fetches, rank: int) -> SharedRows:
     own, columns = _tokens_of(rows * grid.bq, sizes[owner == rank]), fetches.columns_of(rank)
     ranks = len(fetches.fetched)
     tokens = torch.zeros(ranks, dtype=torch.int64).index_add_(0, owner, sizes)
+    chunks = _chunks(len(columns), bool((workload.column_tokens[columns] == grid.bk).all()))
+    of_chunks = [mask.take_blocks(shared, each) for each in columns.chunk(chunks)]
+    alike = all(each == of_chunks[0] for each in of_chunks)
     return SharedRows(
         own=_as_slice(own),
         own_tokens=len(own),
@@ -298,7 +309,15 @@ def shared_rows_of(mask: BlockMask, fetches: Fetches, rank: int) -> SharedRows:
         order=_tokens_of(first, sizes),
         positions=_positions(grid, shared, columns),
         mask=mask.take_blocks(shared, columns),
+        chunks=chunks,
+        mask_of_chunks=of_chunks[0] if alike else MaskBatch.from_masks(of_chunks),
     )
+
+
+def _chunks(blocks: int, whole: bool) -> int:
+    """The most equal chunks of so many key blocks; 1 if a block is clipped."""
+    most = min(MOST_CHUNKS, blocks // CHUNK_BLOCKS) if whole else 1
+    return next((n for n in range(most, 1, -1) if blocks % n == 0), 1)
 
 
 def part_of(

@@ -28,7 +28,7 @@ from sparseflash.dispatch.autograd import plain
 from sparseflash.dispatch.call import Call
 from sparseflash.distributed.part import Heads, Step, Tokens, count
 from sparseflash.distributed.prepare import Prepared
-from sparseflash.distributed.shared_rows import SharedBackward, SharedForward
+from sparseflash.distributed.shared_rows import SharedBackward, SharedForward, in_chunks
 from sparseflash.distributed.transport import Exchange
 from sparseflash.merge import merge_in_place
 
@@ -260,7 +260,9 @@ class _Backward:
         grads, own_query = shared.run(self._shared_call, *tensors, self._needs)
         for number in (1, 2, 3, 5):
             total, grad = self._grads[number], grads[number]
-            if total is not None and grad is not None:
+            if total is not None and grad is not None and number in (1, 2):
+                in_chunks(total, self._prepared.chunks).add_(grad)
+            elif total is not None and grad is not None:
                 total += grad
         query, total = own_query(), self._grads[0]
         if query is not None and total is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from masks import BlockMask, DynamicMask
+from masks import BlockMask, DynamicMask, MaskBatch
 from sparseflash import arguments
 from sparseflash.dispatch.call import Call, Positions
 from sparseflash.dispatch.plan import find_plan
@@ -99,25 +99,39 @@ class Prepared:
         return self._call(query, key, value, each.mask, *blocks, heads)
 
     def call_of_shared(self, query: Tensor, key: Tensor, value: Tensor) -> Call:
-        """The call for shared rows and own keys."""
+        """The call for shared rows and own keys; each of `chunks` is a batch element."""
         shared, part = self.part.shared, self.part
         assert shared is not None, "the plan has no shared rows"
         blocks = (shared.positions, None, part.columns)
-        return self._call(query, key, value, shared.mask, *blocks, Heads())
+        mask = shared.mask if self.chunks == 1 else shared.mask_of_chunks
+        return self._call(query, key, value, mask, *blocks, Heads())
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks of own keys for shared rows, which are batch elements of a call.
+
+        1 if the call has a batch, or depends on the position of a token.
+        """
+        options, shared = AttentionOptions(**self.options), self.part.shared
+        by_position = options.dropout_p > 0 or options.score is not None
+        extras = (self.lengths, self.bias, self.score_tensors)
+        if shared is None or len(self.query) > 1 or by_position or extras != (None,) * 3:
+            return 1
+        return shared.chunks
 
     def _call(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: BlockMask,
+        mask: BlockMask | MaskBatch,
         positions: Positions,
         rows: Tensor | None,
         columns: Tensor,
         heads: Heads,
     ) -> Call:
-        chosen: BlockMask | DynamicMask = mask
-        if self.mask is not None:
+        chosen: BlockMask | MaskBatch | DynamicMask = mask
+        if self.mask is not None and isinstance(mask, BlockMask):
             blocks = self.mask.blocks[:, heads.of(self.mask.num_heads)]
             blocks = blocks if rows is None else blocks[:, :, rows]
             chosen = mask.select(blocks[..., columns])

@@ -3,6 +3,9 @@
 The owner of a row sends its queries to all ranks. Each rank returns O and LSE over its own keys,
 and the owner merges them. In the backward pass the owner sends dO, O and LSE, and adds the dQ that
 all ranks return.
+
+A call for few rows has few work tiles. So the own keys are divided into chunks, which are batch
+elements of the call: views of the same memory. The results of chunks are merged too.
 """
 
 from collections.abc import Callable
@@ -30,9 +33,12 @@ class SharedForward:
 
     def attend(self, key: Tensor, value: Tensor) -> None:
         """Computes attention to own keys, and sends the result to the owners."""
-        self.query = _of_all(self._rows, self._sent)
-        self.call = self._prepared.call_of_shared(self.query, key, value)
-        out, lse = self.call.forward(self.query, key, value)
+        self.query, chunks = _of_all(self._rows, self._sent), self._prepared.chunks
+        tensors = (_repeated(self.query, chunks), *(in_chunks(x, chunks) for x in (key, value)))
+        self.call = self._prepared.call_of_shared(*tensors)
+        out, lse = self.call.forward(*tensors)
+        if chunks > 1:
+            out, lse = merge_attention(out.split(1), lse.split(1))
         results = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
         self._answer = _to_owners(self._prepared, self._rows, results)
 
@@ -74,19 +80,37 @@ class SharedBackward:
         """Computes the gradients of shared rows over the keys of this rank.
 
         Returns:
-            The gradients of query, key, value, bias, block scores and score tensors; and a
-            function that waits for the dQ of own rows, summed over ranks.
+            The gradients of query, key, value, bias, block scores and score tensors, those of key
+            and value as in_chunks has them; and a function that waits for the dQ of own rows,
+            summed over ranks.
         """
+        chunks = self._prepared.chunks
         packed = _of_all(self._rows, self._sent)
         dims = value.shape[3]
         out, grad_out, lse, grad_lse = packed.split([dims, dims, 1, 1], -1)
-        saved = (query, key, value, out.to(self._dtype).contiguous(), _column(lse))
-        grad = grad_out.to(self._dtype).contiguous()
-        grads = call.backward(grad, _column(grad_lse), saved, needs)
+        out, grad_out = (x.to(self._dtype).contiguous() for x in (out, grad_out))
+        of_rows = (query, out, grad_out, _column(lse), _column(grad_lse))
+        query, out, grad_out, lse, grad_lse = (_repeated(x, chunks) for x in of_rows)
+        saved = (query, *(in_chunks(x, chunks) for x in (key, value)), out, lse)
+        grads = call.backward(grad_out, grad_lse, saved, needs)
         if grads[0] is None:
             return grads, lambda: None
-        answer = _to_owners(self._prepared, self._rows, grads[0].to(lse.dtype))
+        grad_query = grads[0].to(lse.dtype)
+        grad_query = grad_query.sum(0, keepdim=True) if chunks > 1 else grad_query
+        answer = _to_owners(self._prepared, self._rows, grad_query)
         return grads, lambda: _of_every_rank(self._rows, answer).sum(0)
+
+
+def in_chunks(tensor: Tensor, chunks: int) -> Tensor:
+    """A view of (1, heads, tokens, dims) as (chunks, heads, tokens / chunks, dims)."""
+    if chunks == 1:
+        return tensor
+    return tensor[0].unflatten(1, (chunks, -1)).transpose(0, 1)
+
+
+def _repeated(tensor: Tensor, chunks: int) -> Tensor:
+    """A tensor (1, ...) once for each chunk."""
+    return tensor if chunks == 1 else tensor.expand(chunks, *tensor.shape[1:]).contiguous()
 
 
 def _column(tensor: Tensor) -> Tensor:

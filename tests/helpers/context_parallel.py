@@ -20,6 +20,7 @@ from sparseflash.distributed import (
     context_parallel_attention,
     gather,
     make_plan,
+    part,
     passes,
 )
 from sparseflash.score import ScoreFunction
@@ -94,6 +95,24 @@ def errors_with_filled_memory(rank: int, mask_name: str, split: str) -> dict[str
         return errors(rank, mask_name, "contiguous", split, {})
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def errors_of_chunks(rank: int, pattern: str) -> dict[str, float]:
+    """`errors` where the attention of shared rows to own keys is divided into chunks.
+
+    Chunks have one mask if all keys are global, else a mask each.
+    """
+    ranks, length = dist.get_world_size(), 256
+    keys = masks.global_tokens([3, 100])
+    mask = masks.local(10) | (keys if pattern == "alike" else keys & masks.causal())
+    mask = mask(length, BLOCK)
+    with mock.patch.object(part, "CHUNK_BLOCKS", 2):
+        plan = make_plan(mask, ranks, "contiguous", shared_rows=(0, 6))
+        shared = plan.part(rank).shared
+    assert shared is not None
+    assert shared.chunks == length // BLOCK // ranks // 2
+    tensors = tuple(x[:1] for x in inputs(torch.float64, 16, length))
+    return _errors(rank, plan, (mask, None), tensors, {})
 
 
 @cache

@@ -72,6 +72,11 @@ def test_a_result_that_was_not_written_is_an_error():
             cases.difference(torch.tensor(found), expected)
 
 
+@pytest.mark.parametrize("pattern", ["alike", "different"])
+def test_keys_of_shared_rows_are_divided_into_chunks(ranks, pattern):
+    check_exact(ranks.run(cases.errors_of_chunks, pattern))
+
+
 EXTRAS = {
     "dropout": {"dropout_p": 0.3, "seed": 2**40 + 5},
     "key lengths": {"key_lengths": torch.tensor([cases.LENGTH, 77])},
