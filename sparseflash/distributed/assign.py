@@ -327,7 +327,7 @@ def contiguous_with_repair(workload: Workload, ranks: int, tolerance: float = 1.
 
 
 def graph_growing(workload: Workload, ranks: int) -> Tensor:
-    """Halves the sequence again and again; a half is what few steps of attention reach from a unit.
+    """Halves the sequence repeatedly; a half is what few steps of attention reach from a unit.
 
     Chunks are linked if one attends the other. A half grows breadth-first from a chunk with few
     links. So few of its chunks are linked with the other half, and only these are exchanged, each

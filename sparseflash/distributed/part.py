@@ -21,8 +21,8 @@ from masks.lookup_table import moved
 from sparseflash.dispatch.call import Positions
 from sparseflash.distributed.assign import Workload
 
-# Chunks of the keys of shared rows: with 16 heads there are enough work tiles for a GPU, whose time
-# with fewer blocks would be mostly that of prologue and epilogue.
+# The most chunks of the keys of shared rows, and the least blocks of one: with 16 heads there are
+# enough work tiles for a GPU, and most of the time of a tile is neither prologue nor epilogue.
 MOST_CHUNKS, CHUNK_BLOCKS = 32, 16
 Tokens = Tensor | slice  # indices of tokens: int64, or a slice if they are consecutive
 

@@ -128,12 +128,11 @@ def _put(
 ) -> None:
     """Writes the (out, lse) of a step into those of all own queries, or merges it with them."""
     queries = step.round.queries
-    of_heads = [x[:, step.heads.of(x.shape[1])] for x in whole]
+    out, lse = (x[:, step.heads.of(x.shape[1])] for x in whole)
     if merges:
-        merge_in_place(*of_heads, *result, queries)
-        return
-    for tensor, part in zip(of_heads, result, strict=True):
-        tensor[:, :, queries] = part
+        merge_in_place(out, lse, *result, queries)
+    else:
+        out[:, :, queries], lse[:, :, queries] = result
 
 
 def _queries_of(tensor: Tensor, step: Step) -> Tensor:

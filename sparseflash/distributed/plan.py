@@ -562,7 +562,7 @@ def _fastest(
     ranks: int,
     fetch_cost: float,
 ) -> tuple[str, Tensor, Workload]:
-    """Of the choices with about the least predicted time, the first with about the least traffic."""
+    """Of choices with about the least predicted time, the first with about the least traffic."""
     candidates = []
     for workload in workloads:
         for name, assign in strategies.items():

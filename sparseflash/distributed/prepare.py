@@ -132,9 +132,7 @@ class Prepared:
     ) -> Call:
         chosen: BlockMask | MaskBatch | DynamicMask = mask
         if self.mask is not None and isinstance(mask, BlockMask):
-            blocks = self.mask.blocks[:, heads.of(self.mask.num_heads)]
-            blocks = blocks if rows is None else blocks[:, :, rows]
-            chosen = mask.select(blocks[..., columns])
+            chosen = self._selected(self.mask, mask, rows, columns, heads)
         lengths, bias = self.lengths, self.bias
         if lengths is not None:
             inside = (lengths.unsqueeze(1) - positions.key).clamp(0, mask.grid.bk).sum(1)
@@ -145,6 +143,30 @@ class Prepared:
         call = Call(plan, lengths, self.seed, bias, positions if plan.spec.positions else None)
         call.score_tensors = self.score_tensors
         return call
+
+    def _selected(
+        self,
+        selecting: DynamicMask,
+        mask: BlockMask,
+        rows: Tensor | None,
+        columns: Tensor,
+        heads: Heads,
+    ) -> DynamicMask:
+        """The selected blocks of the mask of a part.
+
+        They are stored with the selection, so that calls of all layers and both passes that use
+        the same object make their lookup tables once.
+        """
+        key = ("context part", mask.handle, heads)
+        if key in selecting.cache:
+            return selecting.cache[key]
+        blocks = selecting.blocks[:, heads.of(selecting.num_heads)]
+        blocks = blocks if rows is None else blocks[:, :, rows]
+        found = mask.select(blocks[..., columns])
+        # The memory of a table that is made in a CUDA graph has its values only after a replay.
+        if not (blocks.is_cuda and torch.cuda.is_current_stream_capturing()):
+            selecting.cache[key] = found
+        return found
 
 
 def prepare(

@@ -411,6 +411,26 @@ def selected(rank: int) -> dict[str, float]:
     return found
 
 
+def tables_made(rank: int, split: str) -> list[int]:
+    """Tables of selected blocks that are made in three calls, the last with a new selection."""
+    support = mask_of("causal")
+    plan = plan_of(support, dist.get_world_size(), "zigzag", split)
+    scores = torch.randn(support.grid.nq, support.grid.nk)[plan.part(rank).rows]
+    own = [plan.shard(x, rank, 2) for x in inputs(torch.float64)[:3]]
+    one, other = (plan.mask_of(rank).select_topk(scores, 3) for _ in range(2))
+    select, made = BlockMask.select, [0]
+
+    def counted(*arguments):
+        made[-1] += 1
+        return select(*arguments)
+
+    with mock.patch.object(BlockMask, "select", counted):
+        for mask in (one, one, other):
+            context_parallel_attention(*own, plan, mask=mask)
+            made.append(0)
+    return made[:3]
+
+
 def errors_with_shared_heads(rank: int, split: str, extras: dict[str, Any]) -> dict[str, float]:
     """The differences to one process on 2 x 2 ranks, of which two share the heads of a shard."""
     mesh, mask = init_device_mesh("cpu", (2, 2)), mask_of("window and sink")

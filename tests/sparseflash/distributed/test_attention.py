@@ -115,6 +115,13 @@ def test_blocks_that_each_rank_selects(two_ranks):
     check_exact(two_ranks.run(cases.selected))
 
 
+@pytest.mark.parametrize("split", ["rows", "keys", "rounds"])
+def test_tables_of_selected_blocks_are_made_once(two_ranks, split):
+    for first, second, other in two_ranks.run(cases.tables_made, split):
+        assert first == other > 0
+        assert second == 0
+
+
 @pytest.mark.parametrize(
     "extra", [{}, EXTRAS["bias"], EXTRAS["sinks"]], ids=["plain", "bias", "sinks"]
 )
