@@ -233,7 +233,7 @@ def model(machine: dict, records: list[dict]) -> str:
             f"{machine['median_error']:.0%}, and the largest {machine['most_error']:.0%}, for "
             f"*{most['pattern']}*. When these times were measured, plans packed all keys and "
             "gradients that they sent, and the model had no term for local copies. The fit hides "
-            "them in the time of an exchange, so these rates do not predict other numbers of GPUs.",
+            "them in the time of an exchange: these rates do not predict other numbers of GPUs.",
             table(head, lines),
         ]
     )

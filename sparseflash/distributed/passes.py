@@ -130,7 +130,7 @@ def _put(
     queries = step.round.queries
     out, lse = (x[:, step.heads.of(x.shape[1])] for x in whole)
     if merges:
-        merge_in_place(out, lse, *result, queries)
+        merge_in_place(out, lse, result[0], result[1], queries)
     else:
         out[:, :, queries], lse[:, :, queries] = result
 
