@@ -80,6 +80,18 @@ def merge_in_place(
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
+def add_in_place(total: Tensor, part: Tensor, rows: Tensor | slice) -> None:
+    """Adds a part to some tokens of `total`, without gradients; arguments as in merge_in_place."""
+    if isinstance(rows, slice):
+        total[:, :, rows] += part
+    elif total.is_cuda and total.dtype == part.dtype != torch.float64:
+        from sparseflash.backends.triton.merge import add_rows  # imports Triton
+
+        add_rows(total, part, rows)
+    else:
+        total.index_add_(2, rows, part.to(total.dtype))
+
+
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) after adding one key with score sinks[head] and value 0 to each query.
 

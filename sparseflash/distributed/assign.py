@@ -20,7 +20,7 @@ CHUNKS_PER_RANK = 8  # of balanced chunks and of repair; more chunks balance bet
 # Rows with more than HEAVY times the mean work may be shared if less than 1 / FEW of all rows are.
 HEAVY, FEW = 8, 16
 NO_ROWS = torch.zeros(0, dtype=torch.int64)
-GROWN_CHUNKS = 2048  # most chunks of graph growing, whose matrix of links has their square
+GROWING_CHUNKS = 2048  # most chunks of graph growing, whose matrix of links has their square
 RANKS_AT_ONCE = 64  # ranks whose key blocks are marked in one operation
 
 
@@ -347,7 +347,7 @@ def graph_growing(workload: Workload, ranks: int) -> Tensor:
             taken[members] = first
             continue
         low = count // 2
-        inside = _grown(linked[members][:, members], len(members) * low // count)
+        inside = _first_half(linked[members][:, members], len(members) * low // count)
         parts.append((members[inside], first, low))
         parts.append((members[~inside], first + low, count - low))
     return _level(taken[chunk], ranks)
@@ -379,7 +379,7 @@ def _chunks(workload: Workload, ranks: int) -> tuple[Tensor, Tensor]:
 
 def _links(workload: Workload) -> tuple[Tensor, Tensor]:
     """(chunk of each unit, bool (chunks, chunks): whether one of two chunks attends the other)"""
-    count = min(GROWN_CHUNKS, workload.units)
+    count = min(GROWING_CHUNKS, workload.units)
     chunk = torch.arange(workload.units) * count // workload.units
     row, begin, end = workload.spans
     of_row, one = chunk[workload.rows[row]], torch.ones(len(row), dtype=torch.int32)
@@ -390,7 +390,7 @@ def _links(workload: Workload) -> tuple[Tensor, Tensor]:
     return chunk, (linked | linked.T).fill_diagonal_(False)
 
 
-def _grown(linked: Tensor, size: int) -> Tensor:
+def _first_half(linked: Tensor, size: int) -> Tensor:
     """bool: `size` chunks in breadth-first order, from one with the fewest links.
 
     Of those that are equally far, the ones with the fewest links to chunks without a link yet.

@@ -24,6 +24,9 @@ from sparseflash.distributed.assign import Workload
 # The most chunks of the keys of shared rows, and the least blocks of one: with 16 heads there are
 # enough work tiles for a GPU, and most of the time of a tile is neither prologue nor epilogue.
 MOST_CHUNKS, CHUNK_BLOCKS = 32, 16
+# By keys, all rows attend the keys of a round if 1 / SCATTERED of them or more do, and are
+# not consecutive: empty rows take less time than copies of queries, results and gradients.
+SCATTERED = 4
 Tokens = Tensor | slice  # indices of tokens: int64, or a slice if they are consecutive
 
 
@@ -57,8 +60,8 @@ class Round:
         positions: Positions of these rows and columns in the sequence.
         queries: Own tokens of `rows`.
         mask: The mask of these queries and keys; None if no query attends any key.
-        direct: Whether each rank receives the whole shard of one rank or nothing, and each shard
-            goes to one rank at most. Then shards are sent from the memory in which they lie.
+        direct: Whether each rank receives from one rank at most, and sends to one rank at most.
+            Then whole shards are sent from the memory in which they lie.
     """
 
     send: tuple[Tokens, ...]
@@ -200,6 +203,9 @@ class Fetches:
         joining = received[:0]
         if by_rows and len(rows):
             joining = self._own_columns_of(rank, rows)
+        own_rows = torch.arange(len(self.rows_of(rank)))
+        if not by_rows and len(rows) * SCATTERED >= len(own_rows) and not _consecutive(rows):
+            rows = own_rows
         columns, order = torch.cat([received, joining]).sort()
         first = torch.empty_like(columns)
         first[order] = torch.cumsum(tokens[columns], 0) - tokens[columns]
@@ -224,12 +230,8 @@ class Fetches:
     def _is_direct(self, received: Sequence[Tensor]) -> bool:
         """Round.direct, from the columns that each rank receives."""
         senders = [self._owner_of(columns).unique().tolist() for columns in received]
-        if any(len(each) > 1 for each in senders):
-            return False
-        owned = torch.bincount(self.owner[self.workload.columns], minlength=len(received))
         every = [sender for each in senders for sender in each]
-        counts = [len(columns) for columns in received if len(columns)]
-        return len(set(every)) == len(every) and owned[every].tolist() == counts
+        return all(len(each) <= 1 for each in senders) and len(set(every)) == len(every)
 
     def ready_rows(self, rank: int) -> Tensor:
         """int64: the own block rows of a rank that attend no fetched key."""
@@ -301,7 +303,7 @@ def shared_rows_of(mask: BlockMask, fetches: Fetches, rank: int) -> SharedRows:
     tokens = torch.zeros(ranks, dtype=torch.int64).index_add_(0, owner, sizes)
     chunks = _chunks(len(columns), bool((workload.column_tokens[columns] == grid.bk).all()))
     of_chunks = [mask.take_blocks(shared, each) for each in columns.chunk(chunks)]
-    alike = all(each == of_chunks[0] for each in of_chunks)
+    equal = all(each == of_chunks[0] for each in of_chunks)
     return SharedRows(
         own=_as_slice(own),
         own_tokens=len(own),
@@ -310,7 +312,7 @@ def shared_rows_of(mask: BlockMask, fetches: Fetches, rank: int) -> SharedRows:
         positions=_positions(grid, shared, columns),
         mask=mask.take_blocks(shared, columns),
         chunks=chunks,
-        mask_of_chunks=of_chunks[0] if alike else MaskBatch.from_masks(of_chunks),
+        mask_of_chunks=of_chunks[0] if equal else MaskBatch.from_masks(of_chunks),
     )
 
 
@@ -373,8 +375,11 @@ def _as_slice(tokens: Tensor) -> Tokens:
     if not len(tokens):
         return slice(0, 0)
     first = int(tokens[0])
-    one_after_another = bool((tokens.diff() == 1).all())
-    return slice(first, first + len(tokens)) if one_after_another else tokens
+    return slice(first, first + len(tokens)) if _consecutive(tokens) else tokens
+
+
+def _consecutive(numbers: Tensor) -> bool:
+    return bool((numbers.diff() == 1).all())
 
 
 def count(tokens: Tokens) -> int:

@@ -30,7 +30,7 @@ from sparseflash.distributed.part import Heads, Step, Tokens, count
 from sparseflash.distributed.prepare import Prepared
 from sparseflash.distributed.shared_rows import SharedBackward, SharedForward, in_chunks
 from sparseflash.distributed.transport import Exchange
-from sparseflash.merge import merge_in_place
+from sparseflash.merge import add_in_place, merge_in_place
 
 # Parts of a result, or of a gradient, that are added in its own dtype. More parts are added in
 # float32, which takes two more copies.
@@ -346,10 +346,8 @@ def _add(
     total = total[:, step.heads.of(total.shape[1])]
     if first:
         total[:, :, tokens] = grad
-    elif isinstance(tokens, slice):
-        total[:, :, tokens] += grad
     else:
-        total.index_add_(2, tokens, grad.to(total.dtype))
+        add_in_place(total, grad, tokens)
 
 
 class _Layout(NamedTuple):
@@ -417,13 +415,16 @@ def contiguous(tensor: Tensor) -> Tensor:
 def copy(target: Tensor, at: Tokens, source: Tensor, tokens: Tokens) -> None:
     """Copies some tokens of `source` to tokens of `target`, both in dim 2."""
     if isinstance(tokens, slice):
-        part = source[:, :, tokens]
-    elif isinstance(at, slice):
-        torch.index_select(source, 2, tokens, out=target[:, :, at])
-        return
+        target[:, :, at] = source[:, :, tokens]
+    elif isinstance(at, slice) and source.is_contiguous() and target[:, :, at].is_contiguous():
+        # As rows of a matrix, which torch copies much faster than slices of an inner dim.
+        first = torch.arange(source.shape[:2].numel(), device=tokens.device) * source.shape[2]
+        index = (first.unsqueeze(1) + tokens).flatten()
+        torch.index_select(
+            source.flatten(0, 2), 0, index, out=target[:, :, at].view(-1, target.shape[3])
+        )
     else:
-        part = source.index_select(2, tokens)
-    target[:, :, at] = part
+        target[:, :, at] = source.index_select(2, tokens)
 
 
 class _Fetch:

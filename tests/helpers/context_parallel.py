@@ -104,7 +104,7 @@ def errors_of_chunks(rank: int, pattern: str) -> dict[str, float]:
     """
     ranks, length = dist.get_world_size(), 256
     keys = masks.global_tokens([3, 100])
-    mask = masks.local(10) | (keys if pattern == "alike" else keys & masks.causal())
+    mask = masks.local(10) | (keys if pattern == "equal" else keys & masks.causal())
     mask = mask(length, BLOCK)
     with mock.patch.object(part, "CHUNK_BLOCKS", 2):
         plan = make_plan(mask, ranks, "contiguous", shared_rows=(0, 6))

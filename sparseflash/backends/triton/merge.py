@@ -1,10 +1,10 @@
-"""The host side of the kernel that merges rows."""
+"""The host side of the kernels that merge and add rows."""
 
 import triton
 from torch import Tensor
 
 from sparseflash.backends.triton import configs
-from sparseflash.backends.triton.kernels.merge import merge_rows_kernel
+from sparseflash.backends.triton.kernels.merge import add_rows_kernel, merge_rows_kernel
 from sparseflash.backends.triton.launch import launch_with_layout
 
 ROWS = 32  # of a program; with 128 dims in 16 bits a warp reads four rows at a time
@@ -30,6 +30,29 @@ def merge_rows(
         {
             "VALUE_DIM": value_dim,
             "VALUE_DIMS": configs.padded_dims(value_dim),
+            "ROWS": ROWS,
+            "enable_fp_fusion": True,
+        },
+    )
+
+
+def add_rows(total: Tensor, part: Tensor, rows: Tensor) -> None:
+    """Adds rows of one dtype to others; see sparseflash.merge.add_in_place.
+
+    Args:
+        total: (batch, heads, tokens, dims).
+        part: (batch, heads, q_len, dims), of the same dtype.
+        rows: As in merge_rows.
+    """
+    batch, heads, q_len, dims = part.shape
+    launch_with_layout(
+        add_rows_kernel,
+        (triton.cdiv(q_len, ROWS), heads, batch),
+        (total, part),
+        (rows, q_len),
+        {
+            "VALUE_DIM": dims,
+            "VALUE_DIMS": configs.padded_dims(dims),
             "ROWS": ROWS,
             "enable_fp_fusion": True,
         },

@@ -72,7 +72,7 @@ def test_a_result_that_was_not_written_is_an_error():
             cases.difference(torch.tensor(found), expected)
 
 
-@pytest.mark.parametrize("pattern", ["alike", "different"])
+@pytest.mark.parametrize("pattern", ["equal", "different"])
 def test_keys_of_shared_rows_are_divided_into_chunks(ranks, pattern):
     check_exact(ranks.run(cases.errors_of_chunks, pattern))
 

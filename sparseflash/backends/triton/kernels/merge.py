@@ -2,7 +2,8 @@
 
     lse = log(exp(lse) + exp(part_lse)),    out = exp(lse_old - lse) out + exp(part_lse - lse) part
 
-A program merges ROWS rows of a head. Each row is read and written once.
+A program merges ROWS rows of a head. Each row is read and written once. Another kernel adds rows
+in the same way.
 """
 
 import triton
@@ -63,3 +64,32 @@ def merge_rows_kernel(
     tl.store(pointers, merged.to(out.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # several warps read the LSE of a row, and one writes it
     tl.store(lse_pointers, merged_lse, mask=valid)
+
+
+@triton.jit(**unspecialized("total", "part"))
+def add_rows_kernel(
+    total, total_batch, total_head, total_token, total_dim,
+    part, part_batch, part_head, part_token, part_dim,
+    rows, q_len,
+    VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, ROWS: tl.constexpr,
+    ALIGN: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """`rows` has the row of `total` for each of the q_len rows of the part."""
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
+    valid = token < q_len
+    row = tl.load(rows + token, mask=valid, other=0)
+    dims = tl.arange(0, VALUE_DIMS)
+    inside = valid[:, None] & (dims < VALUE_DIM)[None, :]
+    strides = (total_batch, total_head, total_token, total_dim)
+    totals = tensors.one_head(total, strides, batch, head, ALIGN, INDEX)
+    strides = (part_batch, part_head, part_token, part_dim)
+    parts = tensors.one_head(part, strides, batch, head, ALIGN, INDEX)
+    to_row = (row * totals.token_stride)[:, None]
+    pointers = totals.start + to_row + (dims * totals.dim_stride)[None, :]
+    to_row = (token.to(tl.int64) * parts.token_stride)[:, None]
+    part_pointers = parts.start + to_row + (dims * parts.dim_stride)[None, :]
+    tile = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    more = tl.load(part_pointers, mask=inside, other=0.0).to(tl.float32)
+    tl.store(pointers, (tile + more).to(total.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""The kernel that merges rows, against merge_attention."""
+"""The kernels that merge and add rows, against merge_attention and index_add."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparseflash import merge_attention
-from sparseflash.backends.triton.merge import merge_rows
+from sparseflash.backends.triton.merge import add_rows, merge_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -34,4 +34,16 @@ def test_rows_are_merged(dtype, dims, rows):
     within = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out, expected, atol=within, rtol=within)
     torch.testing.assert_close(lse, expected_lse)
+    assert torch.equal(whole[:, :1], outside)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_added(dtype):
+    torch.manual_seed(0)
+    whole = torch.randn(2, 110, 3, 24, device=DEVICE).to(dtype).transpose(1, 2)
+    total, rows = whole[:, 1:, 20:], torch.randperm(90, device=DEVICE)[:50]
+    part = torch.randn(2, 2, 50, 24, device=DEVICE).to(dtype)
+    expected, outside = total.index_add(2, rows, part), whole[:, :1].clone()
+    add_rows(total, part, rows)
+    torch.testing.assert_close(total, expected)
     assert torch.equal(whole[:, :1], outside)
