@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from masks import BlockMask
+from masks._core.grid import BLOCK_SIDES
 from masks.mask_batch import CompiledMask
 from sparseflash import backends, io_model
 from sparseflash._attention import attention
@@ -27,7 +28,7 @@ from sparseflash.arguments import (
 from sparseflash.backends.base import Backend, BackendError
 from sparseflash.backends.select import reasons_against, select_passes
 from sparseflash.dispatch.call import Call
-from sparseflash.dispatch.plan import compiled_mask, make_plan
+from sparseflash.dispatch.plan import compiled_mask, fixed_block_sizes, make_plan
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.gap import ROUNDS, SECONDS, Gap, split, variants
 from sparseflash.io_model import device_like
@@ -220,37 +221,60 @@ def explain(
         "dense": dense,
     }
     if not isinstance(compiled, BlockMask):
-        return replace(explanation, **_times(*_measured(runs, progress, {}, query, key, value)))
-    reblocked = compiled.reblock(chosen.block_size_for(spec, compiled))
-    without = variants(reblocked)
-    runs |= {name: partial(attend, mask=each) for name, each in without.items()}
+        same: dict[str, Mapping[str, Runner]] = dict.fromkeys(io_model.DIRECTIONS, runs)
+        return replace(explanation, **_times(*_measured(same, progress, {}, query, key, value)))
+    sizes = chosen.forward_block_size_for(spec, compiled), chosen.block_size_for(spec, compiled)
+    of_size = {size: _variants(compiled, size) for size in dict.fromkeys(sizes)}
+    without = {d: of_size[size] for d, size in zip(io_model.DIRECTIONS, sizes, strict=True)}
 
-    def gap(filled: float, filled_by_full: float, timed: Pass) -> Gap:
+    def in_tiles_of_the_call(mask: BlockMask, *tensors: Tensor) -> Tensor:
+        with fixed_block_sizes(*sizes):
+            return attend(*tensors, mask=mask)
+
+    runs_of = {
+        d: runs | {name: partial(in_tiles_of_the_call, each) for name, each in masks_of.items()}
+        for d, masks_of in without.items()
+    }
+
+    def gap(direction: str, filled: float, filled_by_full: float, timed: Pass) -> Gap:
         turns = {name: of for name, of in timed.items() if name != "dense"}
-        densities = reblocked.density, compiled.density
-        return split(turns, without, *densities, filled, filled_by_full)
+        masks_of = without[direction]
+        densities = masks_of["whole"].density, compiled.density
+        return split(turns, masks_of, *densities, filled, filled_by_full)
 
     gap_of = {
-        d: partial(gap, *(_filled(spec, chosen, each, d) for each in (compiled, full)))
+        d: partial(gap, d, *(_filled(spec, chosen, each, d) for each in (compiled, full)))
         for d in io_model.DIRECTIONS
     }
-    passes, sustained = _measured(runs, progress, gap_of, query, key, value)
+    passes, sustained = _measured(runs_of, progress, gap_of, query, key, value)
     gaps = [gap_of[d](timed) for d, timed in zip(io_model.DIRECTIONS, passes, strict=True)]
     times = _times(passes, sustained)
     return replace(explanation, **times, forward_gap=gaps[0], backward_gap=gaps[1])
 
 
+def _variants(mask: BlockMask, block_size: tuple[int, int]) -> dict[str, BlockMask]:
+    """The variants of a mask in the blocks of a table.
+
+    Masks cannot have blocks of every size that tables have. So a block of the table may be several
+    blocks of the variants, one below the other.
+    """
+    rows, columns = block_size
+    side = max(side for side in BLOCK_SIDES if rows % side == 0)
+    return variants(mask.reblock((side, columns)), rows // side)
+
+
+Runner = Callable[..., Tensor]  # of query, key and value
 Pass = dict[str, list[Turn]]  # the turns of each function, as many rounds
 
 
 def _measured(
-    runs: Mapping[str, Callable[..., Tensor]],
+    runs_of: Mapping[str, Mapping[str, Runner]],
     progress: Progress | None,
     gap_of: Mapping[str, Callable[[Pass], Gap]],
     *tensors: Tensor,
 ) -> tuple[list[Pass], list[float | None]]:
-    """The turns of the forward and of the backward pass of functions of query, key and value; and
-    the sustained milliseconds of "device". A pass is measured for longer if its gap is noisy.
+    """The turns of both passes of functions of query, key and value, by direction; and the
+    sustained milliseconds of "device". A pass is measured for longer if its gap is noisy.
     """
 
     def turns_of(number: int, runs: Mapping[str, Callable[[], object]]) -> Pass:
@@ -266,11 +290,14 @@ def _measured(
 
     inputs = [x.clone().requires_grad_() for x in tensors]
     device = inputs[0].device
-    forward = {name: partial(run, *inputs) for name, run in runs.items()}
+    forward, differentiated = (
+        {name: partial(run, *inputs) for name, run in runs_of[direction].items()}
+        for direction in io_model.DIRECTIONS
+    )
     with torch.no_grad():
         passes = [turns_of(0, forward)]
         sustained = [sustained_ms(forward["device"], device)]
-    outs = {name: run() for name, run in forward.items()}
+    outs = {name: run() for name, run in differentiated.items()}
     grad = torch.randn_like(outs["device"])
     backward = {
         name: partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)

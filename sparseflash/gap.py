@@ -9,13 +9,14 @@ ideal. It is split by timing masks that remove one cause after another:
     equal        the same number of full blocks in total, side by side, in rows of equal length
     longer       rows of eight times that length, or of all blocks
 
-Most parts are the difference of two neighbours in this list. A row takes the time of its prologue
-and epilogue, and the time of its blocks. `longer` has the same rows with eight times as many
-blocks, so its difference to `equal` is the time of seven times the blocks. The rest of `equal` is
-prologues and epilogues. What a block takes longer in a short row is among them: the loads of Q and
-the stores of O of a row of few blocks take longer than its products, which cannot hide them. Rows
-of only twice the length would be short, too, and an error of 1 % in their time would be one of 2 %
-in the time of the blocks.
+The masks below `device` are computed in tiles of the size that the call has, whatever size would
+be chosen for them. Most parts are the difference of two neighbours in this list. A row takes the
+time of its prologue and epilogue, and the time of its blocks. `longer` has the same rows with
+eight times as many blocks, so its difference to `equal` is the time of seven times the blocks. The
+rest of `equal` is prologues and epilogues. What a block takes longer in a short row is among them:
+the loads of Q and the stores of O of a row of few blocks take longer than its products, which
+cannot hide them. Rows of only twice the length would be short, too, and an error of 1 % in their
+time would be one of 2 % in the time of the blocks.
 
 The last wave of work tiles may leave a part of the device idle: the tail of the grid. The full
 mask has prologues, epilogues and a tail, too. Only the part of them counts that exceeds the
@@ -34,6 +35,7 @@ from statistics import median
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from masks import BlockMask
 from sparseflash.timing import Turn
@@ -118,12 +120,20 @@ class Gap:
         return "\n  ".join(lines)
 
 
-def variants(mask: BlockMask) -> dict[str, BlockMask]:
-    """The masks that remove causes, by the names in the docstring of this module."""
-    blocks = mask.to_blocks()
+def variants(mask: BlockMask, rows: int = 1) -> dict[str, BlockMask]:
+    """The masks that remove causes, by the names in the docstring of this module.
+
+    Args:
+        mask: The mask, in the blocks that the backend reads or in parts of them.
+        rows: Number of block rows of the mask that are a block row of the table. The masks have
+            equal blocks in them.
+    """
+    own = mask.to_blocks()
+    row_count = own.shape[-2]
+    blocks = pad(own, (0, 0, 0, -row_count % rows)).unflatten(-2, (-1, rows)).any(-2)
     counts, columns = blocks.sum(-1), blocks.shape[-1]
-    rows = torch.arange(blocks.shape[-2] + 1, device=blocks.device)
-    ends = rows * counts.sum(-1, keepdim=True) // (len(rows) - 1)
+    index = torch.arange(blocks.shape[-2] + 1, device=blocks.device)
+    ends = index * counts.sum(-1, keepdim=True) // (len(index) - 1)
     equal = ends.diff(dim=-1)
     matrices = {
         "whole": blocks,
@@ -132,7 +142,12 @@ def variants(mask: BlockMask) -> dict[str, BlockMask]:
         "longer": _windows((LONGER * equal).clamp(max=columns), columns),
     }
     sizes = {"block_size": mask.block_size, "seq_len": mask.seq_len}
-    return {name: BlockMask.from_blocks(matrix, **sizes) for name, matrix in matrices.items()}
+    return {
+        name: BlockMask.from_blocks(
+            matrix.repeat_interleave(rows, -2)[..., :row_count, :], **sizes
+        )
+        for name, matrix in matrices.items()
+    }
 
 
 def _windows(counts: Tensor, columns: int) -> Tensor:

@@ -1,6 +1,8 @@
 """Finds the plan of a call in the cache of its mask, or builds and stores it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,8 @@ class _Checked:
     k_len: int
     device: torch.device
 
+
+Size = tuple[int, int]
 
 # Many: without its object a signature no longer finds the plans that were cached with it.
 _checked = Cache(most=2**16)
@@ -95,12 +99,35 @@ def find_plan(
     return plan
 
 
+_fixed_sizes: ContextVar[tuple[Size, Size] | None] = ContextVar("fixed sizes", default=None)
+
+
+@contextmanager
+def fixed_block_sizes(forward: Size, backward: Size) -> Iterator[None]:
+    """A context in which plans are made for tables with these blocks, whatever the masks.
+
+    Otherwise two masks may be computed in tiles of different sizes, and then the difference of
+    their times is also that of the tiles.
+
+    Args:
+        forward: Block size (bq, bk) of the table that the forward pass reads, in tokens.
+        backward: Block size of the table that the backward pass reads.
+    """
+    token = _fixed_sizes.set((forward, backward))
+    try:
+        yield
+    finally:
+        _fixed_sizes.reset(token)
+
+
 def make_plan(spec: AttentionSpec, backend: Backend, forward: Backend, mask: CompiledMask) -> Plan:
     """The plan of a call whose forward pass may run on another backend, or read another table."""
-    block_size = backend.block_size_for(spec, mask)
-    table = mask.table(spec.device, block_size).for_groups(spec.mask_group)
     forward_spec = spec if forward is backend else spec.without_sums_of_ds
-    forward_size = forward.forward_block_size_for(forward_spec, mask)
+    forward_size, block_size = _fixed_sizes.get() or (
+        forward.forward_block_size_for(forward_spec, mask),
+        backend.block_size_for(spec, mask),
+    )
+    table = mask.table(spec.device, block_size).for_groups(spec.mask_group)
     if forward is backend and forward_size == block_size:
         return Plan(spec, backend, table)
     forward_table = mask.table(spec.device, forward_size).for_groups(spec.mask_group)

@@ -101,10 +101,11 @@ def timed(monkeypatch):
     """What is timed, in order; the n-th takes n ms forward and 10 n backward."""
     found = []
 
-    def measured(runs, progress, gap_of, *tensors):
-        found.extend(runs.values())
+    def measured(runs_of, progress, gap_of, *tensors):
+        found.extend(runs_of["forward"].values())
         passes = [
-            {name: [Turn(ms * n, 0.0)] * 5 for n, name in enumerate(runs, 1)} for ms in (1, 10)
+            {name: [Turn(ms * n, 0.0)] * 5 for n, name in enumerate(runs, 1)}
+            for ms, runs in zip((1, 10), runs_of.values(), strict=True)
         ]
         return passes, [1.125, 11.0]
 
@@ -156,6 +157,57 @@ def test_a_pass_is_measured_until_its_remainder_has_little_noise(monkeypatch):
     dynamic = masks.DynamicMask.from_blocks(torch.ones(7, 7).bool(), 16, 100)
     sparseflash.explain(*tensors(), dynamic, measure=True)  # it has no gap
     assert asked == [(True, True)] * 2
+
+
+HIGH = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 1, 1], [0, 1, 1]]).bool()  # of 192 x 128 tokens
+
+
+def test_variants_are_timed_in_the_tiles_of_the_call(monkeypatch):
+    """Whatever tiles would be chosen for them, as where those of a backend depend on the mask."""
+    rows = HIGH.repeat_interleave(3, 0)[:11]  # the last block is clipped
+    mask = masks.BlockMask.from_blocks(rows, (64, 128), seq_len=(700, 384))
+    cpu, read, timed, split_by = backends.cpu, [], {}, []
+
+    def forward(call, *tensors):
+        read.append(call.table.block_size)
+        return cpu.forward(call, *tensors)
+
+    def backward(call, *arguments):
+        read.append(call.table.block_size)
+        return cpu.backward(call, *arguments)
+
+    def measured(runs_of, progress, gap_of, *tensors):
+        timed.update(runs_of)
+        turns = [{name: [Turn(1.0, 0.0)] * 2 for name in runs} for runs in runs_of.values()]
+        return turns, [None, None]
+
+    functions = {
+        "forward": forward,
+        "backward": backward,
+        "forward_block_size_for": lambda spec, each: (192, 128) if each is mask else (128, 128),
+        "block_size_for": lambda spec, each: (64, 128) if each is mask else (128, 128),
+    }
+    monkeypatch.setattr(backends, "BACKENDS", (SimpleNamespace(**vars(cpu) | functions),))
+    monkeypatch.setattr(_explain, "_measured", measured)
+    original = _explain.split
+    monkeypatch.setattr(
+        _explain, "split", lambda *facts: (split_by.append(facts[1:3]), original(*facts))[1]
+    )
+    query = torch.randn(1, 1, 700, 8)
+    key, value = torch.randn(2, 1, 1, 384, 8).unbind()
+    sparseflash.explain(query, key, value, mask, measure=True)
+    leaf = query.requires_grad_()
+    for direction, (masks_of, tile_density) in zip(timed, split_by, strict=True):
+        assert {"device", "full", "dense", *masks_of} == timed[direction].keys()
+        assert tile_density == mask.density
+        assert masks_of["whole"] == mask
+        for name in ("device", *masks_of):
+            read.clear()
+            timed[direction][name](leaf, key, value).sum().backward()
+            assert read == [(192, 128), (64, 128)]
+    of_tiles = split_by[0][0]["equal"].to_blocks()[:9].unflatten(0, (-1, 3))
+    assert (of_tiles.all(1) == of_tiles.any(1)).all()
+    assert split_by[0][0]["equal"].nnz_blocks == mask.nnz_blocks
 
 
 def test_reasons_are_those_of_the_call_that_was_asked_for(monkeypatch):
