@@ -79,7 +79,10 @@ REGISTERS_PER_SM = 65536
 L2_OPERAND_BYTES = 50_000_000  # most bytes of operands of heads that are scheduled together
 # Most share of a kernel's time in which the longest row of the last group of heads runs alone.
 MAX_TAIL = 0.05
-ASSUMED_IMBALANCE = 2.0  # of the rows of a mask whose blocks the device chooses
+# Of the rows of queries of a mask whose blocks the device chooses. Its rows of keys are assumed to
+# be as uneven as if one key block were chosen by all rows of queries, of ASSUMED_BLOCKS each.
+ASSUMED_IMBALANCE = 2.0
+ASSUMED_BLOCKS = 8
 MIN_DYNAMIC_IMBALANCE = 1.25  # of block rows; above it the tile scheduler is dynamic
 
 # Tiles of 128 are faster than tiles of 64 if coverage(128) / coverage(64) is at least this, by

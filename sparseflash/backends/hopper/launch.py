@@ -117,7 +117,7 @@ class PreparedKernel:
         tensors, others = changing[: len(self.access)], changing[len(self.access) :]
         key_lengths, work_counter, bias, *score_tensors = others
         heads = spec.kv_heads if self.by_key else spec.heads
-        sizes, grid = sizes_and_grid(spec, rows, heads, config)
+        sizes, grid = sizes_and_grid(spec, rows, heads, config, self.by_key)
         mask_batch_stride = spec.mask_heads if spec.mask_batch > 1 else None
         bit_tiles = table.bit_tiles_by_key if self.by_key else table.bit_tiles
         arguments = (
@@ -242,7 +242,11 @@ def make_work_counter(rows: BlockLists, device: torch.device) -> Tensor | None:
 
 
 def sizes_and_grid(
-    spec: AttentionSpec, rows: BlockLists, heads: int, config: configs.KernelConfig
+    spec: AttentionSpec,
+    rows: BlockLists,
+    heads: int,
+    config: configs.KernelConfig,
+    by_key: bool = False,
 ) -> tuple[tuple[int, ...], tuple[int, int, int]]:
     """params.Sizes without its last field, and the grid of a persistent kernel.
 
@@ -251,14 +255,19 @@ def sizes_and_grid(
     num_bh = spec.batch * heads
     num_work_tiles = num_bh * rows.num_rows
     ctas = config.ctas_per_sm * multiprocessors(spec.device)
-    heads_per_group = heads_per_group_of(spec, rows, num_bh, ctas, config.dq_bytes)
+    heads_per_group = heads_per_group_of(spec, rows, num_bh, ctas, config.dq_bytes, by_key)
     lengths = (spec.heads, spec.q_len, spec.k_len)
     sizes = (*lengths, spec.mask_heads, rows.num_rows, num_work_tiles, heads_per_group)
     return sizes, (min(num_work_tiles, ctas), 1, 1)
 
 
 def heads_per_group_of(
-    spec: AttentionSpec, rows: BlockLists, num_bh: int, ctas: int, dq_bytes: int = 0
+    spec: AttentionSpec,
+    rows: BlockLists,
+    num_bh: int,
+    ctas: int,
+    dq_bytes: int = 0,
+    by_key: bool = False,
 ) -> int:
     """The number of heads whose rows are scheduled together, longest rows first (LPT).
 
@@ -267,7 +276,7 @@ def heads_per_group_of(
     One head does not suffice then, because its short rows cannot fill the idle time that its long
     rows leave. It is all heads if the longest row of the last group would run alone for more than
     MAX_TAIL of the total time. The host does not know the rows of a mask whose blocks the device
-    chooses, so it assumes ASSUMED_IMBALANCE.
+    chooses, so it assumes an imbalance: see configs.ASSUMED_IMBALANCE.
 
     Args:
         spec: Spec of the call.
@@ -275,6 +284,7 @@ def heads_per_group_of(
         num_bh: Batch elements times heads.
         ctas: CTAs that run at the same time.
         dq_bytes: As in KernelConfig.
+        by_key: Whether the rows are of keys.
 
     Returns:
         Heads, 1 to num_bh.
@@ -288,5 +298,9 @@ def heads_per_group_of(
     heads = min(num_bh, 1 << in_l2.bit_length() - 1)
     # Times of a group and of all heads on all CTAs, in units of the time of a row of mean length.
     group, all_heads = (n * rows.num_rows / ctas for n in (heads, num_bh))
-    imbalance = configs.ASSUMED_IMBALANCE if math.isinf(rows.imbalance) else rows.imbalance
+    imbalance = rows.imbalance
+    if math.isinf(imbalance):
+        query_blocks = -(-spec.q_len // spec.block_size[0])
+        sink = query_blocks / configs.ASSUMED_BLOCKS if by_key else 0.0
+        imbalance = max(configs.ASSUMED_IMBALANCE, sink)
     return heads if imbalance - group <= configs.MAX_TAIL * all_heads else num_bh

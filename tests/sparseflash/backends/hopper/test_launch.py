@@ -118,16 +118,38 @@ def test_heads_stay_in_groups_unless_the_longest_row_would_end_alone(
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "num_bh", "heads_per_group"),
-    [(4096, 128, 16), (16_384, 32, 4), (1024, 12, 12)],
+    ("seq_len", "num_bh", "of_queries", "of_keys"),
+    [(4096, 128, 16, 16), (8192, 64, 8, 64), (16_384, 32, 4, 32), (1024, 12, 12, 12)],
 )
 def test_heads_of_a_mask_that_only_the_device_knows_are_in_groups_too(
-    seq_len, num_bh, heads_per_group
+    seq_len, num_bh, of_queries, of_keys
 ):
+    """But its rows of keys only if one key block that all rows of queries list would not end long
+    after the others.
+    """
     blocks = torch.ones(1, 1, seq_len // 128, seq_len // 128, dtype=torch.bool)
-    rows = masks.DynamicMask.from_blocks(blocks, block_size=128).table().by_query
+    table = masks.DynamicMask.from_blocks(blocks, block_size=128).table()
     spec = replace(SPEC, q_len=seq_len, k_len=seq_len, head_dim=128, value_dim=128)
-    assert launch.heads_per_group_of(spec, rows, num_bh, ctas=132) == heads_per_group
+    found = [
+        launch.heads_per_group_of(spec, rows, num_bh, ctas=132, by_key=by_key)
+        for rows, by_key in ((table.by_query, False), (table.by_key, True))
+    ]
+    assert found == [of_queries, of_keys]
+
+
+def test_a_kernel_of_rows_of_keys_schedules_them_as_such(monkeypatch):
+    launched = []
+    monkeypatch.setattr(launcher, "launch", lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    blocks = torch.ones(1, 1, 256, 256, dtype=torch.bool)
+    table = masks.DynamicMask.from_blocks(blocks, block_size=128).table()
+    spec = replace(SPEC, q_len=2**15, k_len=2**15, head_dim=128, value_dim=128, kv_heads=4)
+    kernel = SimpleNamespace(__name__="kernel", arg_names=[])
+    for by_key in (False, True):
+        prepared = launch.PreparedKernel(kernel, (), KernelConfig(1, {}), by_key=by_key)
+        prepared.launch(Call(Plan(spec, hopper, table)))
+    # The arguments begin with the table, key lengths and the work counter; sizes follow.
+    assert [arguments[2][9 + 6] for arguments in launched] == [2, 12]
 
 
 def test_l2_holds_more_heads_of_narrow_values():
