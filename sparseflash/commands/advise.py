@@ -171,19 +171,23 @@ def _finish(
     print(workload)
     table = Table(box=None)
     sees = any(choice.connected is not None for choice in choices)
-    names = ("pattern", "block", "density", "useful", "predicted ms", "measured ms", "connected")
-    for name in names[: 7 if sees else 6]:
-        table.add_column(name, no_wrap=name != "pattern", overflow="fold")
+    names = ["block", "density", "useful", "predicted ms"]
+    names += ["measured ms"] * options.measure + ["connected"] * sees
+    for name in (*names, "pattern"):  # the pattern is last, and a long one exceeds the terminal
+        table.add_column(name, no_wrap=True)
     for choice in choices:
-        measured = "-" if choice.measured_ms is None else f"{choice.measured_ms:.3f}"
-        row = [escape(choice.pattern), str(choice.block_size), f"{choice.density:.4g}"]
-        row += [f"{choice.useful:.1%}", f"{choice.predicted_ms:.3f}", measured]
+        row = [str(choice.block_size), f"{choice.density:.4g}"]
+        row += [f"{choice.useful:.1%}", f"{choice.predicted_ms:.3f}"]
+        row += [] if choice.measured_ms is None else [f"{choice.measured_ms:.3f}"]
         if choice.connected is not None:
             low, high = choice.connected_interval or (choice.connected,) * 2
             interval = f" ({low:.0%} to {high:.0%})" if low < high else ""
             row.append(f"{choice.connected:.1%}{interval}")
-        table.add_row(*row)
-    Console().print(table)
+        table.add_row(*row, escape(choice.pattern))
+    console = Console()
+    unbounded = console.options.update(width=1 << 16)
+    console.width = max(console.width, console.measure(table, options=unbounded).maximum)
+    console.print(table)
     order = "measured time" if options.measure else f"predicted time on {device}"
     print(f"sorted by {order}")
     if not options.measure:

@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -28,6 +29,16 @@ def test_advise_lists_block_sizes(tmp_path):
     assert "A100, forward, bfloat16: 1,024 tokens, batch 1, 2 heads, head dim 128" in shown
     assert "sorted by predicted time on A100" in shown
     assert "a lower bound. On an H200, measured calls took 1.2 to 2.3 times as long" in shown
+
+
+def test_a_long_pattern_is_printed_whole_in_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    pattern = "(local(64) | butterfly() | strided(4, window=1) | global_tokens(16)) & causal()"
+    line = r" *128 +[0-9.]+ +[0-9.]+% +[0-9.]+ +"
+    for arguments in (("advise", pattern), ("search", "--layers", 3, "--pattern", pattern)):
+        shown = invoke(*arguments, *SIZE, "--no-backward").output
+        assert re.search(line + r"(100.0% +)?" + re.escape(pattern), shown), shown
+        assert "measured ms" not in shown
 
 
 @pytest.mark.parametrize(
