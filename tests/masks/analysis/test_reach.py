@@ -139,6 +139,14 @@ def test_a_million_tokens_take_seconds():
     assert (found.classes, found.full_after, found.exact) == (4096, 12, True)
 
 
+def test_tokens_that_are_not_attended_and_those_that_attend_none_are_counted_apart():
+    keys = masks.pattern(lambda q, k: (k >= 20) & (q >= 0))(90, 16)
+    found = receptive_field(keys)
+    assert (found.unreached, found.blind) == (20, 0)
+    found = receptive_field(keys.T)
+    assert (found.unreached, found.blind) == (0, 20)
+
+
 def test_reach_in_pixels_depends_on_their_order():
     raster = pixel_reach(masks.local(32)(1024, 16), (32, 32), 2)
     assert (raster.up, raster.down) == ((1, 2), (1, 2))
