@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
 sys.path.insert(0, str(Path(__file__).parent))  # where docs is no package
 
 from io_complexity import THEORY, io_complexity
+from long_context import FOUR, FOUR_TEXT, WEAK, four_gpus, long_context
 from long_context import TEXT as LONG_CONTEXT
-from long_context import WEAK, long_context
 from records import (
     DEVICE,
     DIRECTIONS,
@@ -420,6 +420,7 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
         counters,
     ),
     (WEAK, "Context parallelism on two GPUs", LONG_CONTEXT, long_context),
+    (FOUR, "Context parallelism on four GPUs", FOUR_TEXT, four_gpus),
     ("io-complexity", "Theory and measurement", THEORY, io_complexity),
     (
         "power",
