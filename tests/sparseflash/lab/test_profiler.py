@@ -46,6 +46,15 @@ def test_recall_and_error_are_those_of_dense_attention(causal):
     assert torch.equal(found.predicted_ms, found.measured_ms[0] * found.density / found.density[0])
 
 
+def test_predicted_times_are_shares_of_the_time_of_the_models_own_mask():
+    """Of the causal mask in blocks of 128: 3 of 4 blocks."""
+    found = lab.profile([tuple(torch.randn(3, 1, 1, 256, 16))], ["local(0)"], causal=True)
+    assert found.density.tolist() == [0.75, 0.5]
+    assert found.predicted_ms.tolist() == pytest.approx(
+        [float(found.measured_ms[0]), float(found.measured_ms[0]) * 2 / 3]
+    )
+
+
 def test_rows_are_ranked_by_recall_and_name_the_worst_head():
     q, k, v = tensors(1)[0]
     q[:, 1], k[:] = 0, 0  # uniform attention everywhere
