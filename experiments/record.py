@@ -146,7 +146,7 @@ class Record:
             known = [Measurement(**{n: row[n] for n in row.keys() & names}) for row in rows]
             other = data.keys() - {"columns", "rows", "crossovers"}
             return cls(rows=known, **{name: data[name] for name in other})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is not a record of experiments.speedup or experiments.bench, or one from "
                 f"before records named their columns: {error!r}"

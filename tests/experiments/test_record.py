@@ -105,7 +105,9 @@ def test_a_record_survives_its_file(tmp_path: Path):
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["record.json"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"crossovers": [], "rows": [3]}', '{"a": 1}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"crossovers": [], "rows": [3]}', '{"a": 1}', "[" * 10**5], ids=len
+)
 def test_other_files_are_no_records(text, tmp_path):
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(ValueError, match=r"other\.json is not a record"):

@@ -63,7 +63,7 @@ def _manifest(folder: Path) -> dict:
         manifest = json.loads(path.read_text())
         if manifest["shape"].keys() != manifest["sha256"].keys() or "facts" not in manifest:
             raise ValueError("it is incomplete")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}; delete {folder}") from error
     return manifest
 
@@ -100,7 +100,7 @@ def check_hashes(folder: Path) -> None:
     try:
         facts = json.loads((folder / HASHES).read_text())
         patterns, known = facts["patterns"], facts["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder / HASHES} cannot be read: {error}; {REBUILD}") from error
     files = _matching(folder, patterns)
     names = {str(path.relative_to(folder)) for path in files}

@@ -118,7 +118,7 @@ class TestStore:
             store.stored(folder, {"a": 1}, self.generate)
 
     @pytest.mark.parametrize("name", ["manifest.json", "x.npy"])
-    @pytest.mark.parametrize("damage", ["cut", "emptied", "deleted", "changed"])
+    @pytest.mark.parametrize("damage", ["cut", "emptied", "deleted", "changed", "nested"])
     def test_damaged_files_are_named(self, tmp_path, name, damage):
         folder = tmp_path / "data"
         store.stored(folder, {"a": 1}, self.generate)
@@ -127,7 +127,7 @@ class TestStore:
             path.unlink()
         else:
             cut = {"cut": content[:-2], "emptied": b"", "changed": content[:-2] + b"yz"}
-            path.write_bytes(cut[damage])
+            path.write_bytes((cut | {"nested": b"[" * 100_000})[damage])
         with pytest.raises(ValueError, match=rf"data/{name} (cannot be read|is not what)"):
             store.stored(folder, {"a": 1}, self.generate)
 
