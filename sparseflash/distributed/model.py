@@ -12,6 +12,7 @@ from sparseflash.distributed.assign import Costs, Workload
 Split = Literal["rows", "keys"]
 # (split, groups): heads are fetched in groups; one group is computed while the next is fetched.
 CHOICES: tuple[tuple[Split, int], ...] = (("rows", 1), ("rows", 2), ("rows", 4), ("keys", 1))
+FETCH_COST = 4.0  # time to fetch a block of keys and values over the time to compute a block
 WORTH = 1.02  # a choice with more groups or with merging must be faster by this factor
 # The time to merge two results of a row, over the time to compute a block: the bytes that are read
 # and written are those of about two blocks, and short kernels have a fixed time.
@@ -40,23 +41,41 @@ class Division:
     waiting: Tensor
     waiting_rows: Tensor
 
-    def elapsed(self, split: Split, groups: int, block: float, exchange: Tensor) -> Tensor:
+    def selected(self, share: float) -> "Division":
+        """The same rows with a share of the blocks, as a DynamicMask selects them."""
+        return Division(
+            own=self.own * share,
+            fetched=self.fetched * share,
+            ready=self.ready * share,
+            waiting=self.waiting * share,
+            waiting_rows=self.waiting_rows,
+        )
+
+    def elapsed(
+        self,
+        split: Split,
+        groups: int,
+        block: float,
+        exchange: Tensor,
+        rounds: Tensor | float = 1.0,
+    ) -> Tensor:
         """The predicted time of one pass without copies of keys and values, for each rank.
 
         rows    max(ready + waiting, exchange / groups + waiting, exchange + waiting / groups)
                 + writing of the waiting rows, if they are not all rows of the only group
-        keys    max(own, exchange) + fetched + merging of the waiting rows
+        keys    max(own, exchange) + fetched + merging of the waiting rows in each round
 
         Args:
             split, groups: As in ContextPlan.
             block: Time of a block, in any unit.
             exchange: Time of the exchange of each rank (ranks,), in the same unit.
+            rounds: Number of rounds in which each rank receives keys (ranks,), by keys.
 
         Returns:
             float64 (ranks,), in the same unit.
         """
         if split == "keys":
-            merged = self.fetched + MERGED_ROW * self.waiting_rows
+            merged = self.fetched + MERGED_ROW * self.waiting_rows * rounds
             return torch.maximum(self.own * block, exchange) + merged * block
         ready, waiting = self.ready * block, self.waiting * block
         waiting = waiting + WRITTEN_ROW * block * self.waiting_rows * ((ready > 0) | (groups > 1))
@@ -93,13 +112,26 @@ def pairings_of(
     take more than MOST_PAIRINGS rounds.
     """
     paired = traffic == workload.tokens_of(owner, len(traffic))
-    sender = owner[workload.columns]
-    fetched = workload.fetched(owner, len(traffic)) & ~paired[:, sender]
-    if not all(_in_order(sender[columns]) for columns in fetched):
-        paired = traffic > 0
-    receiver, sender = paired.nonzero().unbind(1)
-    found = tuple((receiver ^ sender).unique().tolist())
+    found, every = _pairings(paired), _pairings(traffic > 0)
+    if len(found) < len(every) <= MOST_PAIRINGS:
+        sender = owner[workload.columns]
+        fetched = workload.fetched(owner, len(traffic)) & ~paired[:, sender]
+        if not all(_in_order(sender[columns]) for columns in fetched):
+            found, paired = every, traffic > 0
     return (found, paired) if 0 < len(found) <= MOST_PAIRINGS else ((), None)
+
+
+def _pairings(paired: Tensor) -> tuple[int, ...]:
+    receiver, sender = paired.nonzero().unbind(1)
+    return tuple((receiver ^ sender).unique().tolist())
+
+
+def receiving_rounds(workload: Workload, owner: Tensor, traffic: Tensor) -> Tensor:
+    """int64 (ranks,): rounds in which each rank receives keys, by keys without round_tokens."""
+    _, paired = pairings_of(workload, owner, traffic)
+    if paired is None:
+        return (traffic.sum(1) > 0).long()
+    return (paired & (traffic > 0)).sum(1) + (traffic * ~paired > 0).any(1)
 
 
 def _in_order(numbers: Tensor) -> bool:
@@ -114,7 +146,6 @@ def copied_tokens(workload: Workload, owner: Tensor, traffic: Tensor, split: Spl
     waiting rows attend, own and received ones.
     """
     ranks = len(traffic)
-    fetched, sender = workload.fetched(owner, ranks), owner[workload.columns]
     if split == "rows":
         waits = torch.zeros(workload.whole.grid.nq, dtype=torch.bool)
         row, few = workload.spans[0], workload.fetched_of_spans(owner, ranks) > 0
@@ -122,6 +153,7 @@ def copied_tokens(workload: Workload, owner: Tensor, traffic: Tensor, split: Spl
         attended = workload.needed(owner, ranks, rows=waits) * workload.column_tokens
         return traffic.sum(0) + attended.sum(1)
     pairings, paired = pairings_of(workload, owner, traffic)
+    fetched, sender = workload.fetched(owner, ranks), owner[workload.columns]
     rank = torch.arange(ranks)
     distance, together, rounds = rank.unsqueeze(1) ^ rank, traffic, []
     if paired is not None:
@@ -151,16 +183,20 @@ def choose_split(
         split: "rows", "keys" or "auto".
     """
     mask, ranks = workload.mask, len(costs.traffic)
-    division, heads = divide_blocks(workload, owner, ranks), mask.num_heads / mask.grid.bk
-    exchange = torch.maximum(*costs.moved) * fetch_cost * heads
+    # If a DynamicMask selects few blocks, fewer are computed, but not fewer are moved and copied.
+    selected = min(FETCH_COST / fetch_cost, 1.0)
+    division = divide_blocks(workload, owner, ranks).selected(selected)
+    heads = mask.num_heads / mask.grid.bk
+    exchange = torch.maximum(*costs.moved) * fetch_cost * selected * heads
     allowed = [choice for choice in CHOICES if split in (choice[0], "auto")]
     copies = {
         each: copied_tokens(workload, owner, costs.traffic, each) * COPIED_BLOCK * heads
         for each in dict(allowed)
     }
+    rounds = receiving_rounds(workload, owner, costs.traffic)
     best, least = allowed[0], math.inf
     for choice in allowed:
-        time = division.elapsed(*choice, 1.0, exchange) + copies[choice[0]]
+        time = division.elapsed(*choice, 1.0, exchange, rounds) + copies[choice[0]]
         if float(time.max()) * WORTH < least:
             best, least = choice, float(time.max())
     return best

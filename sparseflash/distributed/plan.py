@@ -39,6 +39,7 @@ from sparseflash.distributed.assign import (
 )
 from sparseflash.distributed.model import (
     CHOICES,
+    FETCH_COST,
     Split,
     choose_split,
     copied_tokens,
@@ -47,7 +48,6 @@ from sparseflash.distributed.model import (
 from sparseflash.distributed.part import Fetches, Heads, Part, part_of, shared_rows_of
 from sparseflash.distributed.report import Report, report_of
 
-FETCH_COST = 4.0  # time to fetch a block of keys and values over the time to compute a block
 ABOUT = 1.05  # predicted times, or traffic, within this factor count as equal
 HEADER = "context_plan"  # the key of the safetensors metadata
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparseflash.distributed.model import Division, Split, divide_blocks
+from sparseflash.distributed.model import Division, Split, divide_blocks, receiving_rounds
 from sparseflash.distributed.plan import ContextPlan
 from sparseflash.distributed.report import Report
 
@@ -130,6 +130,7 @@ class Demand:
             and in the backward pass.
         copied, added: For each rank, bytes of memory that copies read and write, in the forward
             and in the backward pass. Empty for none, as in records made before they were counted.
+        rounds: Number of rounds in which each rank receives keys; empty for one.
     """
 
     split: Split
@@ -144,12 +145,14 @@ class Demand:
     returned: list[float]
     copied: list[float] = field(default_factory=list)
     added: list[float] = field(default_factory=list)
+    rounds: list[float] = field(default_factory=list)
 
     @staticmethod
     def of(plan: ContextPlan, attention: Attention, selected: float = 1.0) -> "Demand":
         """The demand of a plan; arguments as in `predict`."""
         report = attention.report(plan)
-        division = divide_blocks(plan.workload, plan.owner, plan.ranks)
+        assigned = plan.workload, plan.owner
+        division = divide_blocks(*assigned, plan.ranks).selected(selected)
         heads = attention.batch * attention.heads / plan.mask.num_heads
         forward = torch.tensor([report.receive_bytes, report.send_bytes])
         backward = torch.tensor([report.backward_receive_bytes, report.backward_send_bytes])
@@ -160,15 +163,16 @@ class Demand:
             split=plan.split,
             groups=plan.groups,
             block_flops=heads * 4 * attention.head_dim * plan.mask.grid.bq * plan.mask.grid.bk,
-            own=(division.own * selected).tolist(),
-            fetched=(division.fetched * selected).tolist(),
-            ready=(division.ready * selected).tolist(),
-            waiting=(division.waiting * selected).tolist(),
+            own=division.own.tolist(),
+            fetched=division.fetched.tolist(),
+            ready=division.ready.tolist(),
+            waiting=division.waiting.tolist(),
             waiting_rows=division.waiting_rows.tolist(),
             moved=forward.double().amax(0).tolist(),
             returned=backward.double().amax(0).tolist(),
             copied=copied.tolist(),
             added=(copied + 3 * gradients).tolist(),
+            rounds=receiving_rounds(*assigned, plan.costs.traffic).double().tolist(),
         )
 
     @property
@@ -186,8 +190,9 @@ class Demand:
         """Predicted milliseconds of each rank, forward and backward, float64 (ranks,) each."""
         names = ("own", "fetched", "ready", "waiting", "waiting_rows")
         division = Division(*(torch.tensor(getattr(self, name)).double() for name in names))
+        rounds = torch.tensor(self.rounds or [1.0]).double()
         forward, backward = (
-            division.elapsed(self.split, self.groups, block, machine.exchange_ms(moved))
+            division.elapsed(self.split, self.groups, block, machine.exchange_ms(moved), rounds)
             for block, moved in zip(
                 self.block_ms(machine),
                 torch.tensor([self.moved, self.returned]).double(),

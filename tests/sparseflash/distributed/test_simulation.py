@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import masks
 from sparseflash.commands.simulate import hiding, parse_tokens, simulate
 from sparseflash.distributed import make_plan
 from sparseflash.distributed.assign import Workload
-from sparseflash.distributed.model import divide_blocks
+from sparseflash.distributed.model import MERGED_ROW, divide_blocks
 from sparseflash.distributed.simulation import (
     Attention,
     Demand,
@@ -97,6 +97,23 @@ def test_copies_take_time():
         ]
         assert gaps[0] == pytest.approx((2 * 2 * copied + 3 * shard) / 1e6, rel=1e-6)
         assert gaps[1] == pytest.approx(gaps[0] / 2, rel=1e-6)
+
+
+def test_each_round_merges_rows():
+    """Each rank of a butterfly on four receives two shards, in a round each."""
+    plan = make_plan(masks.butterfly()(4096, 128), 4, "contiguous", split="keys")
+    demand = Demand.of(plan, Attention(heads=4, head_dim=64))
+    assert demand.rounds == [2.0] * 4
+    machine = Machine(bandwidth=1e9, latency_us=0, memory=1e9)
+    twice, once = (sum(x.times(machine)) for x in (demand, replace(demand, rounds=[])))
+    block_ms = sum(demand.block_ms(machine))
+    merged = MERGED_ROW * torch.tensor(demand.waiting_rows) * block_ms
+    torch.testing.assert_close(twice - once, merged.double())
+
+
+def test_selected_blocks_are_computed_faster_but_not_moved_or_merged_faster():
+    mask = masks.full()(65536, 128)
+    assert make_plan(mask, 4, "contiguous", fetch_cost=4.0 * 16).split == "keys"
 
 
 def test_exchange_of_shared_rows_takes_time():
