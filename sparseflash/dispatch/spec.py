@@ -27,6 +27,8 @@ class CallFacts(NamedTuple):
         positions: Whether the tokens are part of a longer sequence; see Positions.
         max_logits: Whether the maximum logits are computed.
         differentiates_score_tensors: Whether a score tensor may need a gradient.
+        shares_device: Whether other kernels run at the same time, such as those of an exchange
+            between ranks.
     """
 
     has_key_lengths: bool = False
@@ -36,6 +38,7 @@ class CallFacts(NamedTuple):
     positions: bool = False
     max_logits: bool = False
     differentiates_score_tensors: bool = False
+    shares_device: bool = False
 
     @classmethod
     def of(
@@ -69,7 +72,7 @@ class AttentionSpec(AttentionOptions):
             to query heads or to all heads.
         mask_batch: 1 if all batch elements share one mask, else batch.
         has_key_lengths, bias, differentiates_bias, differentiates_blocks, max_logits,
-            differentiates_score_tensors: As in CallFacts.
+            differentiates_score_tensors, shares_device: As in CallFacts.
         positions: As in CallFacts, but False if the result does not depend on positions: only
             dropout, score functions and biases do.
     """
@@ -96,6 +99,7 @@ class AttentionSpec(AttentionOptions):
     positions: bool = False
     max_logits: bool = False
     differentiates_score_tensors: bool = False
+    shares_device: bool = False
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):

@@ -225,7 +225,7 @@ def prepare(
         bias=bias,
         seed=0 if seed_tensor is None else int(seed_tensor),
         options=options,
-        call_facts=facts._replace(positions=True),
+        call_facts=facts._replace(positions=True, shares_device=plan.ranks > 1),
         block_scores=None if mask is None else arguments.checked_block_scores(mask),
         score_tensors=read,
     )

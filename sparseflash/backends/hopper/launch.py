@@ -95,7 +95,7 @@ class PreparedKernel:
         plan = call.plan
         score_tensors = NO_SCORE_TENSORS if call.score_tensors is None else call.score_tensors.flat
         rows = plan.table.by_key if self.by_key else plan.table.by_query
-        work_counter = make_work_counter(rows, plan.spec.device)
+        work_counter = make_work_counter(rows, plan.spec)
         bias = call.bias
         bias_stride = None if bias is None else bias.stride(0) * (len(bias) > 1)
         seeds = (None, None) if plan.spec.dropout_p == 0 else _seed_words(call.seed)
@@ -233,12 +233,16 @@ def _seed_words(seed: int) -> tuple[int, ...]:
     return struct.unpack("<2i", struct.pack("<q", seed))
 
 
-def make_work_counter(rows: BlockLists, device: torch.device) -> Tensor | None:
-    """The counter of the dynamic tile scheduler; None if rows are balanced."""
-    if rows.imbalance <= configs.MIN_DYNAMIC_IMBALANCE:
+def make_work_counter(rows: BlockLists, spec: AttentionSpec) -> Tensor | None:
+    """The counter of the dynamic tile scheduler; None if rows are balanced.
+
+    Other kernels that run at the same time, such as those of an exchange, occupy multiprocessors.
+    CTAs that cannot start before these end would begin their equal share of work tiles then.
+    """
+    if rows.imbalance <= configs.MIN_DYNAMIC_IMBALANCE and not spec.shares_device:
         return None
     # A new one for every launch, because the kernel never resets it.
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    return torch.zeros(1, dtype=torch.int32, device=spec.device)
 
 
 def sizes_and_grid(

@@ -2,6 +2,7 @@
 
 import re
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import sparseflash
 from sparseflash import AttentionOptions, backends
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.distributed import context_parallel_attention, gather, make_plan
+from sparseflash.distributed.prepare import prepare
 from tests.helpers import context_parallel as cases
 from tests.helpers.ranks import Ranks
 
@@ -226,6 +228,17 @@ def test_which_kernels_know_the_positions_of_a_part():
     )
     knowing = [b.name for b in backends.BACKENDS if not spec.extras - b.extras]
     assert knowing == ["cpu", "triton"]
+
+
+def test_kernels_run_beside_those_of_exchanges_if_there_are_several_ranks():
+    tensors = torch.randn(3, 1, 2, 100, 8).unbind()
+    for ranks in (1, 2):
+        plan = make_plan(masks.causal()(100, 16), ranks, "contiguous")
+        group = mock.Mock(rank=lambda: 0) if ranks > 1 else None
+        own = [plan.shard(x, 0, 2) for x in tensors]
+        prepared = prepare(*own, plan, group, None, None, None, None, None, (), {})
+        assert prepared.own is not None
+        assert prepared.own.spec.shares_device == (ranks > 1)
 
 
 def test_wrong_arguments_are_named():

@@ -69,8 +69,11 @@ def test_uneven_rows_are_scheduled_dynamically_and_very_long_ones_first(
     pattern, is_dynamic, heads_per_group
 ):
     table = pattern(1024, block_size=128).table()
-    counter = launch.make_work_counter(table.by_query, SPEC.device)
+    counter = launch.make_work_counter(table.by_query, SPEC)
     assert (counter is not None) == is_dynamic
+    # Beside another kernel, such as that of an exchange, CTAs would start their shares late.
+    beside = replace(SPEC, shares_device=True)
+    assert launch.make_work_counter(table.by_query, beside) is not None
     sizes, grid = launch.sizes_and_grid(SPEC, table.by_query, SPEC.heads, KernelConfig(1, {}))
     assert sizes == (4, 1024, 1024, 1, 8, 3 * 4 * 8, heads_per_group)
     assert grid == (10, 1, 1)
