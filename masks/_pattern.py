@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -148,19 +149,41 @@ class _Operation:
     operands: tuple[Pattern, ...]
 
     def __call__(self, grid: Grid) -> BlockMask:
-        # Patterns may be nested deeper than Python's recursion limit, so this uses a stack.
+        # Patterns may be nested deeper than Python's recursion limit, so this uses a stack. An
+        # operand of several operations is built once: otherwise p = (p & a) | p, repeated, would
+        # take exponential time.
+        uses, shared = self._uses(), {}
         pending: list[Any] = [self]
         operands: list[BlockMask] = []
         while pending:
             match pending.pop():
+                case (step, count):
+                    result = step.rule(*operands[-count:])
+                    del operands[-count:]
+                case build if id(build) in shared:
+                    operands.append(shared[id(build)])
+                    continue
                 case _Operation() as step:
                     builds = [pattern.build for pattern in reversed(step.operands)]
-                    pending += [(step.rule, len(builds)), *builds]
-                case (rule, count):
-                    operands[-count:] = [rule(*operands[-count:])]
-                case build:
-                    operands.append(build(grid))
+                    pending += [(step, len(builds)), *builds]
+                    continue
+                case step:
+                    result = step(grid)
+            operands.append(result)
+            if uses[id(step)] > 1:
+                shared[id(step)] = result
         return operands[0]
+
+    def _uses(self) -> Counter[int]:
+        """How often each operation or built pattern below this one is an operand, by its id."""
+        uses: Counter[int] = Counter()
+        pending = [self]
+        while pending:
+            for operand in pending.pop().operands:
+                uses[id(operand.build)] += 1
+                if isinstance(operand.build, _Operation) and uses[id(operand.build)] == 1:
+                    pending.append(operand.build)
+        return uses
 
 
 def _digestible(value: Any) -> Any:

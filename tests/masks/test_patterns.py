@@ -218,6 +218,24 @@ def test_algebra_of_patterns():
     )(200, 16)
 
 
+def test_an_operand_of_several_operations_is_built_once():
+    built = []
+
+    @masks.pattern
+    def near(q, k):
+        built.append(1)
+        return (q - k).abs() < 5
+
+    nested = near
+    for _ in range(40):
+        nested = (nested & masks.causal()) | nested
+    assert nested(64, 16) == masks.local(4)(64, 16)
+    times = len(built)
+    built.clear()
+    assert near(80, 16) == masks.local(4)(80, 16)
+    assert times == len(built)
+
+
 def test_patterns_may_be_nested_deeper_than_python_recurses():
     nested = masks.full()
     for _ in range(600):  # twice as many operators
