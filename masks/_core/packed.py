@@ -39,8 +39,8 @@ class PackedRows:
         length = (len(conditions) - 7) // 8
         shifts = torch.unique(begins % 8).tolist()
         copies = [pack_bytes(conditions[shift:][: 8 * length]) for shift in shifts]
-        first = torch.zeros(8, dtype=torch.int64)
-        first[shifts] = torch.arange(len(shifts)) * length
+        first = torch.zeros(8, dtype=torch.int64, device=begins.device)
+        first[shifts] = torch.arange(len(shifts), device=begins.device) * length
         self._bytes, self._begins = torch.cat(copies), first[begins % 8] + begins // 8
 
     def read(self, rows: slice, first: Tensor, width: int) -> Tensor:

@@ -78,7 +78,7 @@ def find_plan(
         mask = _compiled(mask, checked.q_len, checked.k_len, checked.device)
     deterministic = torch.are_deterministic_algorithms_enabled()
     kind = type(options.get("deterministic"))  # 1 equals True but is refused
-    signature = (checked, facts, deterministic, kind, *options.items())
+    signature = (checked, facts, deterministic, kind, _fixed_sizes.get(), *options.items())
     try:
         plan = mask.cache.get(signature)
     except TypeError:  # an option cannot be hashed; its check names it

@@ -329,6 +329,8 @@ def contiguous_with_repair(workload: Workload, ranks: int, tolerance: float = 1.
 def graph_growing(workload: Workload, ranks: int) -> Tensor:
     """Halves the sequence repeatedly; a half is what few steps of attention reach from a unit.
 
+    At most GROWING_CHUNKS chunks are told apart, so the shards of more ranks are contiguous.
+
     Chunks are linked if one attends the other. A half grows breadth-first from a chunk with few
     links. So few of its chunks are linked with the other half, and only these are exchanged, each
     once for many rows. In a butterfly a half has 45 % of such chunks, while each chunk of a
@@ -338,6 +340,8 @@ def graph_growing(workload: Workload, ranks: int) -> Tensor:
         Karypis, Kumar, "A fast and high quality multilevel scheme for partitioning irregular
         graphs", 1998, section 3.2.
     """
+    if ranks > GROWING_CHUNKS:
+        return contiguous(workload, ranks)
     chunk, linked = _links(workload)
     taken = torch.empty(len(linked), dtype=torch.int64)
     parts = [(torch.arange(len(linked)), 0, ranks)]

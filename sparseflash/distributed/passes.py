@@ -267,7 +267,7 @@ class _Backward:
         if query is not None and total is not None:
             rows = self._prepared.part.shared
             assert rows is not None, "there are shared rows"
-            total[:, :, rows.own] = query
+            total[:, :, rows.own] = query.to(total.dtype)
 
     def _grads_of_step(
         self, number: int, fetched: Sequence[Tensor]
@@ -345,7 +345,7 @@ def _add(
         return
     total = total[:, step.heads.of(total.shape[1])]
     if first:
-        total[:, :, tokens] = grad
+        total[:, :, tokens] = grad.to(total.dtype)
     else:
         add_in_place(total, grad, tokens)
 

@@ -49,6 +49,8 @@ class Prepared:
             "dtype": str(query.dtype),
             "gradient of key or value": arguments.requires_gradient(self.key)
             or arguments.requires_gradient(self.value),
+            # That of shared rows is summed over all ranks.
+            "gradient of query": len(self.plan.shared) > 0 and arguments.requires_gradient(query),
             "options": repr(AttentionOptions(**self.options)),
         }
 

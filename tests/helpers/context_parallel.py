@@ -115,6 +115,21 @@ def errors_of_chunks(rank: int, pattern: str) -> dict[str, float]:
     return _errors(rank, plan, (mask, None), tensors, {})
 
 
+def errors_of_sums_in_single_precision(rank: int) -> dict[str, float]:
+    """`errors` in 16 bits, where gradients are summed in float32 and own keys are not consecutive.
+
+    Every row attends a key of the other rank, so no row is computed before the exchange.
+    """
+    length = 8 * BLOCK
+    blocks = torch.zeros(8, 8, dtype=torch.bool)
+    blocks[:, ::2] = True
+    mask = BlockMask.from_blocks(blocks, block_size=BLOCK, seq_len=length)
+    plan = make_plan(mask, dist.get_world_size(), "contiguous", split="rows")
+    assert plan.part(rank).mask is None
+    with mock.patch.object(passes, "MOST_ROUNDED", 1):
+        return _errors(rank, plan, (mask, None), inputs(torch.bfloat16, DIMS, length), {})
+
+
 @cache
 def _score_of_tensors() -> ScoreFunction:
     def near(score, batch, head, query, key, table, document):
@@ -484,11 +499,13 @@ def refused(rank: int, what: str) -> str:
     """The error of a call of which something is wrong on rank 1."""
     wrong = rank == 1
     name = "window and sink" if what == "mask" and wrong else "causal"
-    plan = make_plan(mask_of(name), dist.get_world_size(), "contiguous", round_tokens=None)
+    rows = (0,) if what == "gradient of query" else None
+    plan = make_plan(mask_of(name), dist.get_world_size(), "contiguous", shared_rows=rows)
     dtype = torch.float32 if what == "dtype" and wrong else torch.float64
     own = [plan.shard(x, rank, 2) for x in inputs(dtype)[:3]]
     if what == "length" and wrong:
         own = [x[:, :, 1:] for x in own]
+    own[0].requires_grad_(what == "gradient of query" and not wrong)
     softcap = 5.0 if what == "options" and wrong else None
     try:
         context_parallel_attention(*own, plan, softcap=softcap, check=what != "unchecked")

@@ -14,7 +14,8 @@ from masks.registry import MAX_ENTRIES
 from sparseflash import backends
 from sparseflash.arguments import lengths_in_range
 from sparseflash.backends import cpu
-from sparseflash.dispatch.plan import _compiled
+from sparseflash.dispatch.plan import _compiled, find_plan, fixed_block_sizes
+from sparseflash.dispatch.spec import CallFacts
 from sparseflash.nn import SparseAttention
 from tests.helpers.calls import plan_of
 
@@ -33,6 +34,19 @@ def only_backend(monkeypatch):
 
     yield replaced
     _compiled.cache_clear()
+
+
+def test_fixed_block_sizes_hold_in_their_context_alone():
+    query, mask = torch.randn(1, 1, 64, 16), masks.causal()(64, 16)
+
+    def sizes():
+        plan = find_plan(query, query, query, mask, {"backend": "cpu"}, CallFacts())
+        return (plan.forward or plan).table.block_size, plan.table.block_size
+
+    before = sizes()
+    with fixed_block_sizes((16, 16), (32, 32)):
+        assert sizes() == ((16, 16), (32, 32))
+    assert sizes() == before != ((16, 16), (32, 32))
 
 
 def test_a_backend_gets_the_table_that_it_reads(only_backend):

@@ -104,6 +104,14 @@ def test_single_precision_is_merged_within_rounding(two_ranks):
         check_exact(two_ranks.run(cases.errors, "random", "zigzag", split, extra), within=2e-5)
 
 
+def test_16_bits_are_merged_within_rounding(two_ranks):
+    """With zigzag shards a rank owns shared rows that are not adjacent."""
+    extra = {"dtype": torch.bfloat16}
+    for split in ("rows", "rounds", "shared rows"):
+        check_exact(two_ranks.run(cases.errors, "random", "zigzag", split, extra), within=0.1)
+    check_exact(two_ranks.run(cases.errors_of_sums_in_single_precision), within=0.1)
+
+
 @pytest.mark.slow(10)
 @pytest.mark.interpret
 def test_kernels_of_parts_read_positions_in_the_whole_sequence(two_ranks):
@@ -187,6 +195,10 @@ def test_the_same_inputs_give_the_same_bits(two_ranks, split):
         ("mask", "ValueError: plan must be equal on all ranks, got [0-9a-f]+ on rank 0"),
         ("dtype", "ValueError: dtype must be equal on all ranks, got torch.float64 on rank 0 and"),
         ("options", "ValueError: options must be equal on all ranks"),
+        (
+            "gradient of query",
+            "ValueError: gradient of query must be equal on all ranks, got True",
+        ),
     ],
 )
 def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(two_ranks, what, message):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import masks
 from masks import BlockMask
 from sparseflash.distributed import ContextPlan, make_plan
-from sparseflash.distributed.assign import STRATEGIES
+from sparseflash.distributed.assign import GROWING_CHUNKS, STRATEGIES
 from tests.helpers.dense_masks import SIDES, dense_masks
 
 CAUSAL = masks.causal()(4096, 64)
@@ -203,6 +203,13 @@ def test_graph_growing_in_halves_exchanges_few_blocks():
     for pattern in (masks.full(), masks.documents([64] * 128)):
         plan = make_plan(pattern(128 * 64, 64), 3, "graph growing")
         assert sorted(plan.owner.bincount().tolist()) == [42, 43, 43]
+
+
+def test_graph_growing_of_more_ranks_than_chunks_is_contiguous():
+    mask = masks.local(20)(16 * (GROWING_CHUNKS + 100), 16)
+    ranks = GROWING_CHUNKS + 50
+    grown, contiguous = (make_plan(mask, ranks, name) for name in ("graph growing", "contiguous"))
+    assert grown.owner.equal(contiguous.owner)
 
 
 def test_auto_takes_contiguous_shards_if_others_save_little():
