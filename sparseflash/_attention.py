@@ -140,7 +140,7 @@ def attention(
         facts = (
             *(key_lengths is not None, bias is not None),
             *(requires_gradient(bias), requires_gradient(block_scores)),
-            *(False, return_max_logits, any_requires_grad(score_tensors)),
+            *(False, return_max_logits, any_requires_grad(score_tensors), False),
         )
         plan = find_plan(query, key, value, mask, options, facts)
         resolved = plan.spec

@@ -329,7 +329,7 @@ def contiguous_with_repair(workload: Workload, ranks: int, tolerance: float = 1.
 def graph_growing(workload: Workload, ranks: int) -> Tensor:
     """Halves the sequence repeatedly; a half is what few steps of attention reach from a unit.
 
-    At most GROWING_CHUNKS chunks are told apart, so the shards of more ranks are contiguous.
+    There are at most GROWING_CHUNKS chunks, so the shards of more ranks are contiguous.
 
     Chunks are linked if one attends the other. A half grows breadth-first from a chunk with few
     links. So few of its chunks are linked with the other half, and only these are exchanged, each

@@ -208,8 +208,8 @@ def test_graph_growing_in_halves_exchanges_few_blocks():
 def test_graph_growing_of_more_ranks_than_chunks_is_contiguous():
     mask = masks.local(20)(16 * (GROWING_CHUNKS + 100), 16)
     ranks = GROWING_CHUNKS + 50
-    grown, contiguous = (make_plan(mask, ranks, name) for name in ("graph growing", "contiguous"))
-    assert grown.owner.equal(contiguous.owner)
+    found, contiguous = (make_plan(mask, ranks, name) for name in ("graph growing", "contiguous"))
+    assert found.owner.equal(contiguous.owner)
 
 
 def test_auto_takes_contiguous_shards_if_others_save_little():
