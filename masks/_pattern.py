@@ -177,7 +177,7 @@ class _Operation:
     def _uses(self) -> Counter[int]:
         """How often each operation or built pattern below this one is an operand, by its id."""
         uses: Counter[int] = Counter()
-        pending = [self]
+        pending: list[_Operation] = [self]
         while pending:
             for operand in pending.pop().operands:
                 uses[id(operand.build)] += 1

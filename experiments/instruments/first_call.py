@@ -25,13 +25,18 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from experiments.cli import RESULTS, Device, Output, Overwrite, resolve
 from experiments.instruments import Log, command
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Leaves = tuple["Tensor", "Tensor", "Tensor"]  # query, key and value
 IMPLEMENTATIONS = ("sparseflash", "warmup", "flex")
 # Folders of compiled kernels: of Triton, of torch's compiler, and of CUDA's.
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
@@ -107,7 +112,8 @@ def measure(name: str, cache: str, folder: str, sizes: Sizes) -> list[Row]:
     shape = 1, sizes.heads, sizes.seq_len, sizes.head_dim
     dtype = torch.bfloat16 if sizes.device == "cuda" else torch.float32
     inputs = torch.randn(4, *shape, dtype=dtype, device=sizes.device).unbind()
-    leaves = tuple(x.clone().requires_grad_() for x in inputs[:3])
+    query, key, value = (x.clone().requires_grad_() for x in inputs[:3])
+    leaves = query, key, value
     rows = []
 
     def timed(call: str, run: Callable[[], object]) -> None:
@@ -131,17 +137,23 @@ def measure(name: str, cache: str, folder: str, sizes: Sizes) -> list[Row]:
     return rows
 
 
-def warm_up(sizes: Sizes, dtype) -> None:
+def warm_up(sizes: Sizes, dtype: "torch.dtype") -> None:
     """Compiles the kernels of both masks of sparseflash."""
     import masks
     import sparseflash
 
     patterns = map(masks.parse, dict.fromkeys(PATTERNS.values()))
-    facts = {"heads": sizes.heads, "head_dim": sizes.head_dim, "seq_len": sizes.seq_len}
-    sparseflash.warmup(*patterns, **facts, dtype=dtype, device=sizes.device)
+    sparseflash.warmup(
+        *patterns,
+        heads=sizes.heads,
+        head_dim=sizes.head_dim,
+        seq_len=sizes.seq_len,
+        dtype=dtype,
+        device=sizes.device,
+    )
 
 
-def attend_sparseflash(leaves, pattern: str):
+def attend_sparseflash(leaves: Leaves, pattern: str) -> "Tensor":
     """The output of sparseflash, from a pattern."""
     import masks
     import sparseflash
@@ -149,7 +161,7 @@ def attend_sparseflash(leaves, pattern: str):
     return sparseflash.attention(*leaves, masks.parse(pattern))
 
 
-def attend_flex(leaves, pattern: str):
+def attend_flex(leaves: Leaves, pattern: str) -> "Tensor":
     """The output of compiled FlexAttention; a causal mask is a function, as its users write it."""
     from torch.nn.attention.flex_attention import create_block_mask
 
