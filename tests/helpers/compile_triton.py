@@ -7,12 +7,14 @@ What a `Compiler` may ask of it:
     products ARCHITECTURE    whether float32 products are in TF32
     parameters ARCHITECTURE  bytes of the parameters of kernels, declared and packed
     layouts ARCHITECTURE     kernels compiled for tensors of many strides
+    rows ARCHITECTURE        loads and stores of the kernels that merge and add rows
     warmup ARCHITECTURE      kernels compiled by sparseflash.warmup, and by calls after it
 """
 
 import itertools
 import math
 import re
+from collections import Counter
 
 import torch
 
@@ -26,6 +28,8 @@ from sparseflash.backends.triton.kernels.dkdv import key_value_gradient_kernel
 from sparseflash.backends.triton.kernels.dq import query_gradient_kernel
 from sparseflash.backends.triton.kernels.ds_sums import ds_sums_kernel
 from sparseflash.backends.triton.kernels.forward import forward_kernel
+from sparseflash.backends.triton.kernels.merge import add_rows_kernel, merge_rows_kernel
+from sparseflash.backends.triton.merge import ROWS, add_rows, merge_rows
 from sparseflash.backends.triton_common import launcher, relaunch
 from sparseflash.dispatch.call import Positions
 from sparseflash.dispatch.compile import _compiled
@@ -288,7 +292,40 @@ def report_layouts(architecture: int):
         for key_lengths in (None, lengths[:1], lengths[1:2]):
             call(which, query, mask, key_lengths=key_lengths)
         call(which, query, mask, kv_heads=1)
+    of_rows = torch.empty(1, 2, 40), storage.float().as_strided((1, 2, 40), (2**40, 41, 2))
+    for (strides, offset), lse in itertools.product(layouts.values(), of_rows):
+        out = storage.as_strided(sizes, strides, offset)
+        merge_rows(out, lse, out, torch.empty(1, 2, 40), None)
+        merge_rows(out, torch.empty(1, 2, 40), out, lse, torch.arange(40))
+        add_rows(out, out, torch.arange(40))
     yield VARIANTS.report()
+
+
+def report_rows(architecture: int):
+    """How wide the loads and stores are of parts that lie by head, and by token."""
+    for dtype, dims in ((torch.bfloat16, 128), (torch.bfloat16, 40), (torch.float32, 64)):
+        total, lse = torch.empty(1, 4, 100, dims, dtype=dtype), torch.empty(1, 4, 100)
+        by_token = torch.empty(50, 1, 4, dims, dtype=dtype).permute(1, 2, 0, 3)
+        parts, of_a_thread = (total[:, :, 50:], by_token), ROWS * configs.padded_dims(dims) // 128
+        for part, rows in itertools.product(parts, (None, torch.arange(50))):
+            for kernel in (merge_rows_kernel, add_rows_kernel):
+                kernel.device_caches.clear()
+            merge_rows(total, lse, part, torch.empty(1, 4, 50), rows)
+            if rows is not None:
+                add_rows(total, part, rows)
+            for kernel in (merge_rows_kernel, add_rows_kernel)[: 1 if rows is None else 2]:
+                (found,) = compiled(kernel)
+                yield {
+                    "variant": f"{kernel.__name__} {dtype} d{dims} {part.stride()} {rows is None}",
+                    "accesses": accesses_of_globals(found.asm["ptx"]),
+                    "16 bytes of a thread": of_a_thread * dtype.itemsize // 16,
+                }
+
+
+def accesses_of_globals(ptx: str) -> dict[str, int]:
+    """The number of loads ("ld") and stores ("st") of each width in bytes, as "ld16"."""
+    found = re.findall(r"\b(ld|st)\.global(?:\.v(\d))?\.b(\d+)", ptx)
+    return Counter(f"{what}{int(count or 1) * int(bits) // 8}" for what, count, bits in found)
 
 
 def report_warmup(architecture: int):

@@ -227,14 +227,15 @@ def launch_with_layout(
         kernel: One of sparseflash.backends.triton.kernels.
         grid: Programs along three axes.
         tensors: Its first parameters, each followed by its strides.
-        others: The parameters after them.
+        others: The parameters after them, on which the kernel is not specialised.
         constants: Its constants, and options of the compiler.
     """
     strides, aligned = _strides_and_alignment(tensors)
     first = tensors[0]
     scaled, layout = _layout(first.element_size(), strides, aligned)
-    missing = tuple([x is None for x in others])
-    variant = (first.device, first.dtype, layout, missing, *constants.items())
+    # None is a constant of the kernel, and an integer of 64 bits has another type.
+    kinds = tuple([x >= 2**31 if isinstance(x, int) else x is None for x in others])
+    variant = (first.device, first.dtype, layout, kinds, *constants.items())
     arguments = (*_interleaved(tensors, scaled), *others)
     launch(kernel, grid, arguments, variant, constants | layout.constants)
 

@@ -1,5 +1,7 @@
 """The host side of the kernels that merge and add rows."""
 
+from typing import Any
+
 import triton
 from torch import Tensor
 
@@ -25,14 +27,10 @@ def merge_rows(
     launch_with_layout(
         merge_rows_kernel,
         (triton.cdiv(q_len, ROWS), heads, batch),
-        (out, part_out, lse.unsqueeze(-1), part_lse.unsqueeze(-1)),
-        (rows, q_len),
-        {
-            "VALUE_DIM": value_dim,
-            "VALUE_DIMS": configs.padded_dims(value_dim),
-            "ROWS": ROWS,
-            "enable_fp_fusion": True,
-        },
+        (out, part_out),
+        # Not among the tensors above: token strides of 1 would leave them a common alignment of 1.
+        (lse, *lse.stride(), part_lse, *part_lse.stride(), rows, q_len),
+        _constants(value_dim),
     )
 
 
@@ -50,10 +48,14 @@ def add_rows(total: Tensor, part: Tensor, rows: Tensor) -> None:
         (triton.cdiv(q_len, ROWS), heads, batch),
         (total, part),
         (rows, q_len),
-        {
-            "VALUE_DIM": dims,
-            "VALUE_DIMS": configs.padded_dims(dims),
-            "ROWS": ROWS,
-            "enable_fp_fusion": True,
-        },
+        _constants(dims),
     )
+
+
+def _constants(dims: int) -> dict[str, Any]:
+    return {
+        "VALUE_DIM": dims,
+        "VALUE_DIMS": configs.padded_dims(dims),
+        "ROWS": ROWS,
+        "enable_fp_fusion": True,
+    }

@@ -6,6 +6,8 @@ A program merges ROWS rows of a head. Each row is read and written once. Another
 in the same way.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -13,32 +15,72 @@ from sparseflash.backends.triton.kernels import tensors
 from sparseflash.backends.triton.kernels.signature import unspecialized
 
 
-@triton.jit(**unspecialized("out", "part_out", "lse", "part_lse"))
-def merge_rows_kernel(
-    out, out_batch, out_head, out_token, out_dim,
-    part_out, part_out_batch, part_out_head, part_out_token, part_out_dim,
-    lse, lse_batch, lse_head, lse_token, lse_dim,
-    part_lse, part_lse_batch, part_lse_head, part_lse_token, part_lse_dim,
-    rows, q_len,
-    VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, ROWS: tl.constexpr,
-    ALIGN: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
-    """`rows` has the row of `out` for each of the q_len rows of the part; None if all in order."""
+class Rows(NamedTuple):
+    """The rows of a program.
+
+    token: int64 (ROWS,), index among the rows of the part
+    row: int64 (ROWS,), index among the rows of the result
+    valid: bool (ROWS,), whether the part has this row
+    head, batch: of all of them
+    """
+
+    token: tl.tensor
+    row: tl.tensor
+    valid: tl.tensor
+    head: tl.tensor
+    batch: tl.tensor
+
+
+class Tiles(NamedTuple):
+    """Pointers (ROWS, VALUE_DIMS) to the rows of the result and of the part, and their mask."""
+
+    total: tl.tensor
+    part: tl.tensor
+    inside: tl.tensor
+
+
+@triton.jit
+def rows_of_program(rows, q_len, ROWS: tl.constexpr):
+    """`rows` has the row of the result for each of q_len rows of the part; None if in order."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head = tl.program_id(1)
-    batch = tl.program_id(2)
     valid = token < q_len
     row = token.to(tl.int64)
     if rows is not None:
         row = tl.load(rows + token, mask=valid, other=0)
-    strides = (lse_batch, lse_head, lse_token, lse_dim)
-    lses = tensors.one_head(lse, strides, batch, head, ALIGN, INDEX)
-    strides = (part_lse_batch, part_lse_head, part_lse_token, part_lse_dim)
-    part_lses = tensors.one_head(part_lse, strides, batch, head, ALIGN, INDEX)
-    lse_pointers = lses.start + row * lses.token_stride
-    first = tl.load(lse_pointers, mask=valid, other=float("-inf"))
-    part_pointers = part_lses.start + token.to(tl.int64) * part_lses.token_stride
-    second = tl.load(part_pointers, mask=valid, other=float("-inf"))
+    return Rows(token.to(tl.int64), row, valid, tl.program_id(1), tl.program_id(2))
+
+
+@triton.jit
+def tiles_of_rows(
+    total, total_strides, part, part_strides, these,
+    VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, ALIGN: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    dims = tl.arange(0, VALUE_DIMS)
+    totals = tensors.one_head(total, total_strides, these.batch, these.head, ALIGN, INDEX)
+    parts = tensors.one_head(part, part_strides, these.batch, these.head, ALIGN, INDEX)
+    of_total = (these.row * totals.token_stride)[:, None] + (dims * totals.dim_stride)[None, :]
+    of_part = (these.token * parts.token_stride)[:, None] + (dims * parts.dim_stride)[None, :]
+    inside = these.valid[:, None] & (dims < VALUE_DIM)[None, :]
+    return Tiles(totals.start + of_total, parts.start + of_part, inside)
+
+
+@triton.jit(**unspecialized("out", "part_out", "lse", "part_lse"))
+def merge_rows_kernel(
+    out, out_batch, out_head, out_token, out_dim,
+    part_out, part_out_batch, part_out_head, part_out_token, part_out_dim,
+    lse, lse_batch, lse_head, lse_token,
+    part_lse, part_lse_batch, part_lse_head, part_lse_token,
+    rows, q_len,
+    VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, ROWS: tl.constexpr,
+    ALIGN: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """`rows` as in rows_of_program; strides of the LSE are in elements, not in units of ALIGN."""
+    these = rows_of_program(rows, q_len, ROWS)
+    head, batch = these.head.to(tl.int64), these.batch.to(tl.int64)
+    lse_pointers = lse + batch * lse_batch + head * lse_head + these.row * lse_token
+    first = tl.load(lse_pointers, mask=these.valid, other=float("-inf"))
+    of_part = batch * part_lse_batch + head * part_lse_head + these.token * part_lse_token
+    second = tl.load(part_lse + of_part, mask=these.valid, other=float("-inf"))
     largest = tl.maximum(first, second)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     weight = tl.exp(first - shift)
@@ -49,21 +91,17 @@ def merge_rows_kernel(
     merged_lse = tl.where(empty, float("-inf"), shift + tl.log(total))
     inverse = 1.0 / total
 
-    dims = tl.arange(0, VALUE_DIMS)
-    inside = valid[:, None] & (dims < VALUE_DIM)[None, :]
-    strides = (out_batch, out_head, out_token, out_dim)
-    outs = tensors.one_head(out, strides, batch, head, ALIGN, INDEX)
-    strides = (part_out_batch, part_out_head, part_out_token, part_out_dim)
-    parts = tensors.one_head(part_out, strides, batch, head, ALIGN, INDEX)
-    pointers = outs.start + (row * outs.token_stride)[:, None] + (dims * outs.dim_stride)[None, :]
-    rows_of_part = (token.to(tl.int64) * parts.token_stride)[:, None]
-    part_pointers = parts.start + rows_of_part + (dims * parts.dim_stride)[None, :]
-    tile = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-    part = tl.load(part_pointers, mask=inside, other=0.0).to(tl.float32)
+    out_strides = (out_batch, out_head, out_token, out_dim)
+    part_strides = (part_out_batch, part_out_head, part_out_token, part_out_dim)
+    at = tiles_of_rows(
+        out, out_strides, part_out, part_strides, these, VALUE_DIM, VALUE_DIMS, ALIGN, INDEX
+    )
+    tile = tl.load(at.total, mask=at.inside, other=0.0).to(tl.float32)
+    part = tl.load(at.part, mask=at.inside, other=0.0).to(tl.float32)
     merged = tile * (weight * inverse)[:, None] + part * (part_weight * inverse)[:, None]
-    tl.store(pointers, merged.to(out.dtype.element_ty), mask=inside)
+    tl.store(at.total, merged.to(out.dtype.element_ty), mask=at.inside)
     tl.debug_barrier()  # several warps read the LSE of a row, and one writes it
-    tl.store(lse_pointers, merged_lse, mask=valid)
+    tl.store(lse_pointers, merged_lse, mask=these.valid)
 
 
 @triton.jit(**unspecialized("total", "part"))
@@ -74,22 +112,13 @@ def add_rows_kernel(
     VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, ROWS: tl.constexpr,
     ALIGN: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """`rows` has the row of `total` for each of the q_len rows of the part."""
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head = tl.program_id(1)
-    batch = tl.program_id(2)
-    valid = token < q_len
-    row = tl.load(rows + token, mask=valid, other=0)
-    dims = tl.arange(0, VALUE_DIMS)
-    inside = valid[:, None] & (dims < VALUE_DIM)[None, :]
-    strides = (total_batch, total_head, total_token, total_dim)
-    totals = tensors.one_head(total, strides, batch, head, ALIGN, INDEX)
-    strides = (part_batch, part_head, part_token, part_dim)
-    parts = tensors.one_head(part, strides, batch, head, ALIGN, INDEX)
-    to_row = (row * totals.token_stride)[:, None]
-    pointers = totals.start + to_row + (dims * totals.dim_stride)[None, :]
-    to_row = (token.to(tl.int64) * parts.token_stride)[:, None]
-    part_pointers = parts.start + to_row + (dims * parts.dim_stride)[None, :]
-    tile = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-    more = tl.load(part_pointers, mask=inside, other=0.0).to(tl.float32)
-    tl.store(pointers, (tile + more).to(total.dtype.element_ty), mask=inside)
+    """`rows` as in rows_of_program."""
+    these = rows_of_program(rows, q_len, ROWS)
+    total_strides = (total_batch, total_head, total_token, total_dim)
+    part_strides = (part_batch, part_head, part_token, part_dim)
+    at = tiles_of_rows(
+        total, total_strides, part, part_strides, these, VALUE_DIM, VALUE_DIMS, ALIGN, INDEX
+    )
+    tile = tl.load(at.total, mask=at.inside, other=0.0).to(tl.float32)
+    more = tl.load(at.part, mask=at.inside, other=0.0).to(tl.float32)
+    tl.store(at.total, (tile + more).to(total.dtype.element_ty), mask=at.inside)

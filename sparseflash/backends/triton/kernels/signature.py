@@ -3,7 +3,7 @@
 from sparseflash.backends.triton.kernels.block_lists import Sizes, Table
 from sparseflash.backends.triton_common.arguments import OF_SCORES, unspecialized_arguments
 
-OF_ROWS = ("lse", "max_logits", "grad_lse")
+OF_ROWS = ("lse", "part_lse", "max_logits", "grad_lse")
 
 
 def unspecialized(*tensors: str) -> dict[str, list[str]]:
