@@ -48,8 +48,34 @@ class Plan:
 def empty_out(query: Tensor, value: Tensor) -> Tensor:
     """An uninitialized out, (batch, heads, q_len, value_dim), with the memory layout of query."""
     if query.shape[3] == value.shape[3]:
-        return torch.empty_like(query)
-    return torch.empty_like(query[..., :1].expand(-1, -1, -1, value.shape[3]))
+        return empty_like(query)
+    return empty_like(query[..., :1].expand(-1, -1, -1, value.shape[3]))
+
+
+def empty_like(example: Tensor) -> Tensor:
+    """torch.empty_like, without its imports if the example is on the device meta.
+
+    For such a tensor torch decides the strides in Python, and imports sympy before, for which the
+    first call of a process would wait. The rule here is torch's: the result is dense, and its dims
+    are in the order of the strides of the example.
+    """
+    if not example.is_meta:
+        return torch.empty_like(example)
+    if example.is_contiguous():
+        return torch.empty(example.shape, dtype=example.dtype, device="meta")
+    shape, strides = example.shape, example.stride()
+    order = [*reversed(range(example.dim()))]  # dims, those with the smallest strides first
+    for i in range(1, len(order)):
+        moved = i
+        for j in reversed(range(i)):
+            inner, outer = order[j], order[moved]
+            if 0 in (strides[inner], strides[outer]):
+                continue  # a dim that is expanded is not moved
+            if strides[inner] < strides[outer]:
+                break
+            if (strides[inner], shape[inner]) > (strides[outer], shape[outer]):
+                order[j], order[moved], moved = outer, inner, j
+    return torch.empty_permuted(shape, order[::-1], dtype=example.dtype, device="meta")
 
 
 def empty_out_and_lse(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,33 @@ def test_what_takes_long_to_import_is_imported_when_it_is_used():
     assert found.stdout.strip() == "[]", found.stderr
 
 
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_a_first_call_imports_no_compiler_of_torch(backend):
+    """sympy alone takes seconds to import, which a call would wait for."""
+    program = f"""
+import torch, masks, sparseflash
+from sparseflash.backends import {backend} as backend
+from sparseflash.backends.triton_common import launcher
+from tests.helpers.calls import call_on
+
+launcher.launch = launched = lambda *arguments: names.append(arguments[0].__name__)
+launcher.multiprocessors, names = lambda device: 132, []
+tensor = torch.zeros(1, 2, 2048, 128, dtype=torch.bfloat16)
+for query in tensor, tensor.mT.contiguous().mT, torch.cat([tensor] * 2, -1)[..., :128]:
+    for mask in masks.causal()(2048, 128), masks.full()(2048, 128):
+        for deterministic in True, False:
+            call = call_on(
+                backend, query, query, mask, query, scale=1.0, deterministic=deterministic
+            )
+            out, lse = backend.forward(call, query, query, query)
+            needs = (True,) * 3 + (False,) * 3
+            backend.backward(call, out, None, (query, query, query, out, lse), needs)
+print(len(names) >= 36, [m for m in ("sympy", "torch._dynamo") if m in sys.modules])
+"""
+    found = run(program, ROOT)
+    assert found.stdout.strip() == "True []", found.stderr
+
+
 def test_torch_is_imported_at_the_first_use_of_a_name():
     found = run("import sparseflash; print('torch' in sys.modules, sparseflash.attention)")
     assert found.stdout.startswith("False <function attention"), found.stderr

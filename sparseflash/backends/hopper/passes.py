@@ -33,6 +33,7 @@ from sparseflash.dispatch.call import (
     Gradients,
     Needs,
     Saved,
+    empty_like,
     empty_out_and_lse,
     empty_tensors,
     layouts_of,
@@ -143,7 +144,7 @@ def _prepare_fused(
 ) -> PreparedKernel:
     tile = WARPGROUP_TILE
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, _dq_box(spec), tile, tile)
-    outputs = layouts_of([torch.empty_like(x) for x in (query, key, value)])
+    outputs = layouts_of([empty_like(x) for x in (query, key, value)])
     config = configs.FUSED_CONFIGS[configs.tile_width(spec.head_dim)]
     return PreparedKernel(backward_fused_kernel, access, config, outputs, by_key=True)
 
@@ -190,7 +191,7 @@ def _prepare_dq(
 ) -> PreparedKernel:
     tile, kv_tile = WARPGROUP_TILE, launch.kv_tile(block, spec.widest_dim)
     access = (tile, tile, tile, kv_tile, kv_tile, tile, None, None, None)
-    outputs = layouts_of((torch.empty_like(query), empty_lse_delta(query, block)))
+    outputs = layouts_of((empty_like(query), empty_lse_delta(query, block)))
     config = configs.DQ_CONFIGS[block][configs.tile_width(spec.widest_dim)]
     return PreparedKernel(backward_dq_kernel, access, config, outputs)
 
@@ -217,6 +218,6 @@ def _prepare_dkdv(spec: AttentionSpec, block: int, *inputs_and_needs: Any) -> Pr
     tile = WARPGROUP_TILE
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, tile, tile)
     needs = ((key, with_key), (value, with_value))
-    outputs = layouts_of([torch.empty_like(x) if needed else None for x, needed in needs])
+    outputs = layouts_of([empty_like(x) if needed else None for x, needed in needs])
     config = configs.DKDV_CONFIGS[block][configs.tile_width(spec.widest_dim)]
     return PreparedKernel(backward_dkdv_kernel, access, config, outputs, by_key=True)

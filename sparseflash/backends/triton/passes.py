@@ -29,6 +29,7 @@ from sparseflash.dispatch.call import (
     Gradients,
     Needs,
     Saved,
+    empty_like,
     empty_tensors,
     layouts_of,
     layouts_of_out_and_lse,
@@ -87,7 +88,7 @@ def _layouts_of_gradients(spec: AttentionSpec, _block: int, *inputs_and_needs: A
     query, key, value, needs_query, needs_key_or_value, padded_len = inputs_and_needs
     lse_delta = query.new_empty(*query.shape[:2], 2, padded_len, dtype=torch.float32)
     needs = ((query, needs_query), (key, needs_key_or_value), (value, needs_key_or_value))
-    examples = [torch.empty_like(x) if needed else None for x, needed in needs]
+    examples = [empty_like(x) if needed else None for x, needed in needs]
     return layouts_of([*examples, lse_delta])
 
 

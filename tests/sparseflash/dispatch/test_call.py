@@ -1,5 +1,6 @@
 """How a call is made ready for its backend, and that every option of a caller comes there."""
 
+import random
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from masks.registry import MAX_ENTRIES
 from sparseflash import backends
 from sparseflash.arguments import lengths_in_range
 from sparseflash.backends import cpu
+from sparseflash.dispatch.call import empty_like
 from sparseflash.dispatch.plan import _compiled, find_plan, fixed_block_sizes
 from sparseflash.dispatch.spec import CallFacts
 from sparseflash.nn import SparseAttention
@@ -47,6 +49,23 @@ def test_fixed_block_sizes_hold_in_their_context_alone():
     with fixed_block_sizes((16, 16), (32, 32)):
         assert sizes() == ((16, 16), (32, 32))
     assert sizes() == before != ((16, 16), (32, 32))
+
+
+def test_outputs_without_data_have_the_layout_of_torch():
+    chosen = random.Random(0)
+    for _ in range(2000):
+        shape = [chosen.choice([1, 2, 3, 8]) for _ in range(4)]
+        strides, unit = [0] * 4, 1
+        for dim in chosen.sample(range(4), 4):
+            strides[dim] = unit
+            unit *= shape[dim] * chosen.choice([1, 1, 3])
+        if chosen.random() < 0.2:
+            strides[chosen.randrange(4)] = 0
+        example = torch.empty_strided(shape, strides, dtype=torch.float16, device="meta")
+        made, expected = empty_like(example), torch.empty_like(example)
+        assert (made.dtype, made.device) == (expected.dtype, expected.device)
+        (made, expected), sizes = (x.stride() for x in (made, expected)), enumerate(shape)
+        assert all(made[dim] == expected[dim] for dim, size in sizes if size > 1), (shape, strides)
 
 
 def test_a_backend_gets_the_table_that_it_reads(only_backend):
