@@ -41,9 +41,9 @@ def warmup(
     threads. The compiled kernels depend on dtype, head dim, block size, options, the number of
     query heads per key head, and on whether a mask has partial blocks. They hardly ever depend on
     lengths, and on strides only if tensors are not contiguous. Triton stores them on disk for
-    later processes. No kernel is launched. Tensors of these shapes are allocated during the
-    compilation, and the tables of the masks are cached as in a call. For a CPU nothing is
-    compiled.
+    later processes. They are loaded, and none is launched. Tensors of these shapes are allocated
+    during the compilation, and the tables of the masks are cached as in a call. For a CPU nothing
+    is compiled.
 
     Args:
         *masks: Any number of masks as in `attention`; None or no mask for all pairs.

@@ -6,7 +6,7 @@ looks it up by its variant. Later launches with an equal signature reuse the lau
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from functools import lru_cache
@@ -18,6 +18,7 @@ import triton
 from triton import knobs
 from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 from triton.runtime import driver
+from triton.runtime.cache import triton_key
 
 from sparseflash.backends.triton_common.relaunch import (
     Launched,
@@ -65,10 +66,11 @@ def launch(
         ValueError: A static assertion of the kernel failed. The error has its message.
     """
     key = (kernel.__module__, kernel.__name__, variant)
-    if _COMPILES_ONLY.get():
+    compilation = _COMPILATION.get()
+    if compilation is not None:
         if isinstance(kernel, triton.JITFunction) and key not in _COMPILED:
             with _assertions_as_value_errors():
-                kernel.warmup(*arguments, grid=grid, **constants)
+                compilation.add(kernel, grid, arguments, constants)
         return None
     if 0 in grid:
         return None
@@ -101,22 +103,78 @@ def _assertions_as_value_errors() -> Iterator[None]:
 
 
 _COMPILED: dict[tuple, tuple] = {}
-_COMPILES_ONLY = ContextVar("compiles only", default=False)
+
+
+class _Compilation(Executor):
+    """Kernels that are compiled in parallel, and are ready to be launched at the end.
+
+    At the first launch of a kernel, Triton up to 3.7 has a C compiler build the function that
+    launches it, and loads the kernel. Here the C compiler runs in the thread that has compiled the
+    kernel, beside those of other kernels.
+
+    It is the executor of triton.AsyncCompileMode.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor):
+        self._pool = pool
+        self._kernels: list[tuple[Any, int]] = []  # results of JITFunction.warmup, their devices
+
+    def add(self, kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: dict) -> None:
+        """Starts to compile a kernel."""
+        # The first use of Triton's driver runs a C compiler, and the first compilation hashes the
+        # files of Triton. Here they run beside one another.
+        hashed = self._pool.submit(triton_key)
+        device = _active().get_current_device()
+        hashed.result()
+        made = kernel.warmup(*arguments, grid=grid, **constants)
+        self._kernels.append((made, device))
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        """Starts to compile a kernel in a thread, for triton.AsyncCompileMode."""
+        return self._pool.submit(_compile_and_build_launcher, fn)
+
+    def load(self) -> None:
+        """Loads all kernels, when they are compiled."""
+        for kernel, device in self._kernels:
+            # It is None where a hook of Triton compiles it.
+            if kernel is not None and hasattr(_active(), "launcher_cls"):
+                compiled = kernel.result() if hasattr(kernel, "result") else kernel
+                with torch.cuda.device(device):
+                    compiled.run  # noqa: B018
+
+
+def _compile_and_build_launcher(compile_kernel: Callable[[], Any]) -> Any:
+    compiled, active = compile_kernel(), _active()
+    if hasattr(active, "launcher_cls"):  # not where kernels are compiled without a device
+        # Triton stores what this builds on disk, and finds it there when it loads the kernel.
+        active.launcher_cls(compiled.src, compiled.metadata)
+    return compiled
+
+
+_COMPILATION: ContextVar[_Compilation | None] = ContextVar("compilation", default=None)
 
 
 def compile_only(run: Callable[[], object]) -> None:
-    """Calls `run`; its launches compile their kernels in parallel and start none.
+    """Calls `run`; its launches compile and load their kernels in parallel and start none.
 
     Threads suffice: most of the time is spent in compiler passes, LLVM and ptxas, which release
     the global interpreter lock of Python.
     """
 
     def compile_in_threads() -> None:
-        _COMPILES_ONLY.set(True)
-        with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
-            run()
+        with ThreadPoolExecutor() as pool:
+            compilation = _Compilation(pool)
+            _COMPILATION.set(compilation)
+            with _assertions_as_value_errors(), triton.AsyncCompileMode(compilation):
+                run()
+            compilation.load()
 
-    copy_context().run(compile_in_threads)  # a copy, so that _COMPILES_ONLY is reset at the end
+    copy_context().run(compile_in_threads)  # a copy, so that _COMPILATION is reset at the end
+
+
+def _active() -> Any:
+    """The active driver of Triton, as Any: its declared type lacks the methods of a GPU."""
+    return driver.active
 
 
 def launch_and_store(cache: dict, signature: Hashable, kernel: Any, prepared: Launch) -> None:
@@ -140,7 +198,7 @@ def _start(compiled, grid: tuple[int, int, int], arguments: tuple) -> None:
     if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         compiled[grid](*arguments)
         return
-    active: Any = driver.active
+    active = _active()
     stream = active.get_current_stream(active.get_current_device())
     no_hooks = (None, None, None)
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, *no_hooks, *arguments)

@@ -1,13 +1,15 @@
 """Launches of kernels that are known already."""
 
+import inspect
 from contextlib import nullcontext
-from threading import Thread, get_ident
+from threading import Barrier, Thread, get_ident
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import triton
 from triton import knobs
+from triton.runtime import _async_compile
 
 from sparseflash.backends.triton_common import launcher
 
@@ -109,3 +111,53 @@ def test_kernels_are_compiled_without_a_launch(compiled, error):
     assert compiled.started == []
     launch((3, 2, 1))
     assert len(compiled.started) == 1
+
+
+class Compilable(Uncompiled):
+    """A kernel that is compiled as Triton compiles one, by a function of the test."""
+
+    def __init__(self, compile_kernel):
+        super().__init__()
+        self.compile_kernel = compile_kernel
+
+    def warmup(self, *arguments, grid, **constants):
+        super().warmup(*arguments, grid=grid, **constants)
+        mode, nothing = _async_compile.active_mode.get(), lambda kernel: None
+        after = [nothing] * (len(inspect.signature(mode.submit).parameters) - 2)
+        return mode.submit(object(), self.compile_kernel, *after)
+
+
+class Loadable(SimpleNamespace):
+    """A compiled kernel that writes down where it is loaded."""
+
+    src, metadata = "source", "metadata"
+
+    @property
+    def run(self):
+        self.log.append(("loaded", self.name, get_ident()))
+
+
+def test_kernels_are_ready_to_be_launched_when_they_are_compiled(compiled, monkeypatch):
+    """Each launcher is built in the thread of its kernel, two of them at the same time."""
+    log, together = [], Barrier(2, timeout=30)
+
+    def build(source, metadata):
+        together.wait()
+        log.append(("built", source, get_ident()))
+
+    monkeypatch.setattr(launcher.driver.active, "launcher_cls", build, raising=False)
+    monkeypatch.setattr(launcher.torch.cuda, "device", lambda index: nullcontext())
+    kernels = [Compilable(lambda name=name: Loadable(name=name, log=log)) for name in "ab"]
+    launcher.compile_only(lambda: [launcher.launch(x, (1, 1, 1), (), (), {}) for x in kernels])
+    assert [x[:2] for x in log] == [*[("built", "source")] * 2, ("loaded", "a"), ("loaded", "b")]
+    assert {log[2][2], log[3][2]} == {get_ident()}
+    assert get_ident() not in (log[0][2], log[1][2])
+
+
+def test_an_error_of_a_compilation_is_raised(compiled):
+    def fail():
+        raise ZeroDivisionError
+
+    kernel = Compilable(fail)
+    with pytest.raises(ZeroDivisionError):
+        launcher.compile_only(lambda: launcher.launch(kernel, (1, 1, 1), (), (), {}))

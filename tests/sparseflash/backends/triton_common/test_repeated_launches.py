@@ -113,7 +113,7 @@ class Launches:
         return False
 
     def launch_and_store(self, cache, signature, kernel, prepared):
-        assert launcher._COMPILES_ONLY.get() is False
+        assert launcher._COMPILATION.get() is None
         launched = self.launched(kernel, prepared)
         parameters, slots = relaunch.pack_parameters(launched) or ([], {})
         if not self._started:
