@@ -24,8 +24,9 @@ from functools import wraps
 import torch
 from torch import Tensor
 
-from sparseflash.backends.cpu.plan import rows_of_block
+from sparseflash.backends.cpu.plan import has_empty_rows, layout_of, rows_of_block
 from sparseflash.backends.cpu.problem import LOG2E, problems
+from sparseflash.backends.cpu.workspace import workspace
 from sparseflash.dispatch.call import Call, Gradients, Needs, Saved
 from sparseflash.dropout import keep_probability
 
@@ -46,17 +47,27 @@ def without_autocast(function: Callable) -> Callable:
 @without_autocast
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.base."""
-    bq, bk = rows_of_block(call.table, call.spec), call.table.block_size[1]
-    q, k, v = _blocks(query, bq), _blocks(key, bk), _blocks(value, bk)
+    q_rows, k_rows, _ = layout_of(call.plan)
+    block_q, block_k = rows_of_block(call.table, call.spec), call.table.block_size[1]
+    q = _blocks(query, block_q, q_rows)
+    k, v = _blocks(key, block_k, k_rows), _blocks(value, block_k, k_rows)
     # Without clipped blocks these are the results themselves: a user must not get views.
-    sizes = (*query.shape[:2], -(-query.shape[2] // bq) * bq)
-    whole_out, whole_lse = q.new_zeros((*sizes, v.shape[2])), q.new_full(sizes, -math.inf)
+    batch, heads, q_len, _ = query.shape
+    sizes = (batch, heads, -(-q_len // block_q) * block_q)
+    whole_out, whole_lse = q.new_empty((*sizes, v.shape[2])), q.new_empty(sizes)
     whole_max = None if call.max_logits is None else torch.full_like(whole_lse, -math.inf)
-    out, lse = whole_out.view(-1, bq, v.shape[2]), whole_lse.view(-1, bq, 1)
+    if has_empty_rows(call.table):
+        whole_out.zero_()
+        whole_lse.fill_(-math.inf)
+    out, lse = whole_out.view(-1, q_rows, v.shape[2]), whole_lse.view(-1, q_rows, 1)
+    row_maxima = None if whole_max is None else whole_max.view(-1, q_rows, 1)
     for problem in problems(call):
-        q_chunk, out_chunk, lse_chunk = (problem.queries_of(x) for x in (q, out, lse))
+        q_chunk, out_chunk = problem.queries_of(q), problem.results_of_queries("out", out)
+        lse_chunk = problem.results_of_queries("lse", lse)
         k_chunk, v_chunk = problem.keys_of("key", k), problem.keys_of("value", v)
-        max_chunk = None if whole_max is None else problem.queries_of(whole_max.view(-1, bq, 1))
+        max_chunk = None
+        if row_maxima is not None:
+            max_chunk = problem.results_of_queries("row max", row_maxima)
         for part in problem.parts:
             q_part, out_part, lse_part = (_rows(x, part) for x in (q_chunk, out_chunk, lse_chunk))
             scores, _, _ = problem.scores(part, problem.to_segments(q_part), k_chunk)
@@ -73,12 +84,11 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
             if call.spec.dropout_p > 0:
                 p = _drop(p, problem.dropout_keep_mask(part))
                 row_sum *= keep_probability(call.spec.dropout_p)
-            problem.multiply(p, v_chunk, out_part).div_(row_sum)
+            torch.div(problem.multiply(p, v_chunk), row_sum, out=out_part)
         problem.write_queries(out, out_chunk)
         problem.write_queries(lse, lse_chunk)
-        if whole_max is not None and max_chunk is not None:
-            problem.write_queries(whole_max.view(-1, bq, 1), max_chunk)
-    q_len = query.shape[2]
+        if row_maxima is not None and max_chunk is not None:
+            problem.write_queries(row_maxima, max_chunk)
     if whole_max is not None and call.max_logits is not None:
         call.max_logits.copy_(whole_max[:, :, :q_len])
     return _cut(whole_out, q_len).to(query.dtype), _cut(whole_lse, q_len)
@@ -92,17 +102,20 @@ def backward(
     query, key, value, out, lse = saved
     needs_query, needs_key, needs_value, needs_bias, needs_blocks, needs_reads = needs
     spec, table, bias = call.spec, call.table, call.bias
-    bq, bk = rows_of_block(table, spec), table.block_size[1]
-    q, grad_o = _blocks(query, bq), _blocks(grad_out, bq)
-    k, v = _blocks(key, bk), _blocks(value, bk)
-    delta = (grad_o * _blocks(out, bq)).sum(-1, keepdim=True)
+    q_rows, k_rows, all_keys = layout_of(call.plan)
+    sizes_q, sizes_k = (rows_of_block(table, spec), q_rows), (table.block_size[1], k_rows)
+    q, grad_o = _blocks(query, *sizes_q), _blocks(grad_out, *sizes_q)
+    k, v = _blocks(key, *sizes_k), _blocks(value, *sizes_k)
+    products = workspace.take("delta", tuple(grad_o.shape), grad_o.dtype)
+    delta = torch.mul(grad_o, _blocks(out, *sizes_q), out=products).sum(-1, keepdim=True)
     if grad_lse is not None:
-        delta -= _blocks(grad_lse.unsqueeze(-1), bq)
+        delta -= _blocks(grad_lse.unsqueeze(-1), *sizes_q)
     # A query without a key has only scores of -inf: any finite LSE makes its P 0.
-    lse = _blocks(lse.unsqueeze(-1), bq).mul(LOG2E).nan_to_num_(neginf=0.0)
+    lse = _blocks(lse.unsqueeze(-1), *sizes_q).mul(LOG2E).nan_to_num_(neginf=0.0)
     if spec.dropout_p > 0:
         grad_o = grad_o / keep_probability(spec.dropout_p)
-    grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (q, k, v))
+    grad_q = q.new_zeros(q.shape) if has_empty_rows(table) else q.new_empty(q.shape)
+    grad_k, grad_v = (x.new_empty(x.shape) if all_keys else x.new_zeros(x.shape) for x in (k, v))
     grad_bias = q.new_zeros(bias.numel()) if needs_bias and bias is not None else None
     grad_blocks = None
     if needs_blocks:
@@ -118,9 +131,10 @@ def backward(
         q_chunk, grad_o_chunk = problem.queries_of(q), problem.queries_of(grad_o)
         lse_chunk, delta_chunk = problem.queries_of(lse), problem.queries_of(delta)
         k_chunk, v_chunk = problem.keys_of("key", k), problem.keys_of("value", v)
-        grad_q_chunk = problem.queries_of(grad_q)
+        grad_q_chunk = problem.results_of_queries("grad_query", grad_q)
         grad_k_chunk = problem.sums_of_keys("grad_key", grad_k)
         grad_v_chunk = problem.sums_of_keys("grad_value", grad_v)
+        beta = 0 if all_keys or not problem.adds_to_keys else 1
         for part in problem.parts:
             keep_mask = problem.dropout_keep_mask(part)
             q_part, grad_o_part, lse_part, delta_part = (
@@ -130,7 +144,7 @@ def backward(
             scores, derivative, reads = problem.scores(part, q_part, k_chunk, True, needs_reads)
             p = scores.sub_(lse_part).exp2_()
             if needs_value:
-                grad_v_chunk.baddbmm_(_drop(p, keep_mask).mT, grad_o_part)
+                grad_v_chunk.baddbmm_(_drop(p, keep_mask).mT, grad_o_part, beta=beta)
             if needs_query or needs_key or needs_bias or needs_blocks or needs_reads:
                 dp = _drop(problem.product("grad", grad_o_part, v_chunk.mT), keep_mask)
                 ds = dp.sub_(delta_part).mul_(p)
@@ -144,9 +158,10 @@ def backward(
                 if derivative is not None:
                     ds.mul_(derivative)
                 if needs_query:
-                    problem.multiply(ds, k_chunk, _rows(grad_q_chunk, part), spec.scale)
+                    problem.multiply(ds, k_chunk, spec.scale, _rows(grad_q_chunk, part))
                 if needs_key:
-                    grad_k_chunk.baddbmm_(ds.mT, q_part, alpha=spec.scale)
+                    grad_k_chunk.baddbmm_(ds.mT, q_part, beta=beta, alpha=spec.scale)
+            beta = 1
         problem.write_queries(grad_q, grad_q_chunk)
         problem.add_keys(grad_k, grad_k_chunk)
         problem.add_keys(grad_v, grad_v_chunk)
@@ -173,14 +188,14 @@ def _cut(x: Tensor, length: int) -> Tensor:
     return x if x.shape[2] == length else x[:, :, :length].contiguous()
 
 
-def _blocks(x: Tensor, block: int) -> Tensor:
-    """(batch, heads, seq, width) -> (batch * heads * blocks, block, width), zeros past the end."""
+def _blocks(x: Tensor, block: int, rows: int) -> Tensor:
+    """(batch, heads, seq, width) -> (n, rows, width), whole blocks with zeros past the end."""
     if x.dtype not in (torch.float32, torch.float64):
         x = x.float()
     missing = -x.shape[2] % block
     if missing:
         x = torch.nn.functional.pad(x, (0, 0, 0, missing))
-    return x.reshape(-1, block, x.shape[3])
+    return x.reshape(-1, rows, x.shape[3])
 
 
 def _sequence(blocks: Tensor, like: Tensor) -> Tensor:

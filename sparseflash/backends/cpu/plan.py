@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -62,6 +63,26 @@ class Group:
     rows: Tensor
 
 
+class Run(NamedTuple):
+    """Blocks at equal steps: problem i has `count` consecutive blocks, from first + i * step on.
+
+    Args:
+        first: Number of the first block of the first problem.
+        step: Blocks from the beginning of a problem to that of the next.
+        count: Number of blocks of a problem.
+        problems: Number of problems.
+        rows: Number of tokens of a problem.
+        whole: Whether these are all blocks, in their order.
+    """
+
+    first: int
+    step: int
+    count: int
+    problems: int
+    rows: int
+    whole: bool
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Problems of one shape: each has `merged` query blocks and `count` key blocks.
@@ -74,8 +95,8 @@ class Chunk:
     query_blocks: int64 (problems, merged)
     key_blocks:   int64 (problems, count)
     tiles:        int32 (problems, partial)  the bit tile of each of the last key blocks
-    query_run:    the query blocks as a slice if they are consecutive, else None
-    key_run:      the key blocks as a slice if they are consecutive, else None
+    query_run:    the query blocks if they are at equal steps, else None
+    key_run:      the key blocks of segments if they are at equal steps, else None
     width:        keys of a segment; a long row of scores is divided into several
     parts:        slices of the queries, usually one, whose scores fit in the cache
     cache:        tensors that later calls of a small plan reuse
@@ -85,8 +106,8 @@ class Chunk:
     query_blocks: Tensor
     key_blocks: Tensor
     tiles: Tensor
-    query_run: slice | None
-    key_run: slice | None
+    query_run: Run | None
+    key_run: Run | None
     width: int
     parts: list[slice]
     cache: dict[str, Tensor] = field(default_factory=dict)
@@ -187,15 +208,69 @@ def _chunks(table: LookupTable, spec: AttentionSpec) -> Iterator[Chunk]:
             columns = torch.cat([lists.full_index[full], lists.partial_index[partial]], dim=1)
             key_blocks = first_key_block[here] + columns
             tiles = lists.partial_bit_tile[partial]
-            runs = _run_of(query_blocks[here]), _run_of(key_blocks)
+            segments = key_blocks.reshape(-1, sizes[0] // size[1])
+            runs = (
+                _run_of(query_blocks[here], size[0], spec.batch * spec.heads * lists.num_rows),
+                _run_of(segments, size[1], spec.batch * spec.kv_heads * table.by_key.num_rows),
+            )
             yield Chunk(bh[here], query_blocks[here], key_blocks, tiles, *runs, *sizes)
 
 
-def _run_of(blocks: Tensor) -> slice | None:
-    """The blocks as a slice if they are consecutive, else None."""
-    begin, count = int(blocks[0, 0]), blocks.numel()
-    run = torch.arange(begin, begin + count, device="cpu")
-    return slice(begin, begin + count) if torch.equal(blocks.flatten(), run) else None
+def _run_of(blocks: Tensor, size: int, total: int) -> Run | None:
+    """The blocks (problems, count) as a run; None if there is none.
+
+    Args:
+        blocks: Numbers of blocks.
+        size: Tokens of a block.
+        total: Number of blocks of all heads.
+    """
+    problems, count = blocks.shape
+    first = int(blocks[0, 0])
+    step = int(blocks[1, 0]) - first if problems > 1 else count
+    begins = first + step * torch.arange(problems, device="cpu").unsqueeze(1)
+    if not torch.equal(blocks, begins + torch.arange(count, device="cpu")):
+        return None
+    return Run(first, step, count, problems, count * size, problems * count == total)
+
+
+class Layout(NamedTuple):
+    """How a call handles its sequences: as problems if one chunk has them all, else as blocks.
+
+    Args:
+        query_rows: Queries of a problem if one chunk has all queries in their order, so that its
+            problems need no views; else those of a block.
+        key_rows: The same of keys.
+        all_keys: Whether one chunk has all keys in their order.
+    """
+
+    query_rows: int
+    key_rows: int
+    all_keys: bool
+
+
+def layout_of(plan: Plan) -> Layout:
+    """The layout of the calls of a plan, cached with it."""
+    found = plan.cache.get("layout")
+    if found is None:
+        here = chunks(plan)
+        only = here[0] if isinstance(here, list) and len(here) == 1 else None
+        query_run, key_run = (only.query_run, only.key_run) if only else (None, None)
+        query_rows, key_rows = rows_of_block(plan.table, plan.spec), plan.table.block_size[1]
+        if query_run and query_run.whole:
+            query_rows = query_run.rows
+        all_keys = key_run is not None and key_run.whole
+        found = Layout(query_rows, key_run.rows if key_run and all_keys else key_rows, all_keys)
+        plan.cache["layout"] = found
+    return found
+
+
+def has_empty_rows(table: LookupTable) -> bool:
+    """Whether a block row of any head has no block, so that no chunk contains it."""
+    if "cpu empty rows" not in table.cache:
+        rows = sum(group.rows.numel() for group in _groups(table))
+        expected = table.head_to_mask.numel() * table.by_query.num_rows
+        table.cache["cpu empty rows"] = rows < expected
+    return table.cache["cpu empty rows"]
 
 
 def _readers_of_masks(table: LookupTable, spec: AttentionSpec) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from sparseflash.backends.cpu.plan import (
     CACHED_PAIRS,
     CHUNK_FLOATS,
     Chunk,
+    Run,
     chunks,
     rows_of_block,
 )
@@ -49,49 +51,72 @@ class Problem:
         )
 
     def queries_of(self, blocks: Tensor) -> Tensor:
-        """The queries of the chunk: (problems, queries, head_dim).
-
-        A view if the blocks are consecutive and their strides allow it, else a copy.
-        """
-        if run := self._chunk.query_run:
-            return _rows(blocks, run).reshape(self._problems, -1, blocks.shape[2])
+        """The queries of the chunk: (problems, queries, head_dim), a view if possible."""
+        view = _view(blocks, self._chunk.query_run)
+        if view is not None:
+            return view
         chunk_blocks = blocks.index_select(0, self._chunk.query_blocks.flatten())
         return chunk_blocks.view(self._problems, -1, blocks.shape[2])
 
     def keys_of(self, name: str, blocks: Tensor) -> Tensor:
         """The keys of the chunk: (problems * segments, width, head_dim), read-only.
 
-        A view if the blocks are consecutive and their strides allow it, else a copy in the
-        workspace under `name`.
+        A view if possible, else a copy in the workspace under `name`.
         """
-        if run := self._chunk.key_run:
-            return _rows(blocks, run).reshape(-1, self._width, blocks.shape[2])
+        view = _view(blocks, self._chunk.key_run)
+        if view is not None:
+            return view
         numbers = self._chunk.key_blocks.flatten()
         chunk_blocks = workspace.take(name, (len(numbers), *blocks.shape[1:]), blocks.dtype)
         torch.index_select(blocks, 0, numbers, out=chunk_blocks)
         return chunk_blocks.view(-1, self._width, blocks.shape[2])
 
-    def write_queries(self, blocks: Tensor, chunk_blocks: Tensor):
-        """Writes a result of queries_of(blocks) back to contiguous blocks, if it is a copy."""
-        if not self._chunk.query_run:
+    def results_of_queries(self, name: str, blocks: Tensor) -> Tensor:
+        """Memory for results of the queries: (problems, queries, n), with undefined contents.
+
+        A view of the contiguous `blocks` if possible, else in the workspace under `name`; then
+        write_queries copies it to them.
+        """
+        view = _view(blocks, self._chunk.query_run)
+        if view is not None:
+            return view
+        shape = (*self._chunk.query_blocks.shape, *blocks.shape[1:])
+        return workspace.take(name, shape, blocks.dtype).flatten(1, 2)
+
+    def write_queries(self, blocks: Tensor, results: Tensor):
+        """Writes results_of_queries to `blocks`, if they are elsewhere."""
+        if self._chunk.query_run is None:
             numbers = self._chunk.query_blocks.flatten()
-            blocks.index_copy_(0, numbers, chunk_blocks.view(-1, *blocks.shape[1:]))
+            blocks.index_copy_(0, numbers, results.view(-1, *blocks.shape[1:]))
+
+    @property
+    def adds_to_keys(self) -> bool:
+        """Whether sums over keys are added in place, because the keys are consecutive.
+
+        Products that are added to other views would be computed one by one.
+        """
+        run = self._chunk.key_run
+        return run is not None and run.step == run.count
 
     def sums_of_keys(self, name: str, blocks: Tensor) -> Tensor:
         """Memory for sums over the keys of the chunk: (problems * segments, width, head_dim).
 
-        A view of `blocks` if the blocks are consecutive, else zeros in the workspace under `name`.
+        A view of the contiguous `blocks` if sums are added in place, else memory with undefined
+        contents in the workspace under `name`.
         """
-        if run := self._chunk.key_run:
-            return _rows(blocks, run).reshape(-1, self._width, blocks.shape[2])
+        if self.adds_to_keys:
+            return cast(Tensor, _view(blocks, self._chunk.key_run))
         shape = (self._problems * self._keys // self._width, self._width)
-        return workspace.take(name, (*shape, blocks.shape[2]), blocks.dtype).zero_()
+        return workspace.take(name, (*shape, blocks.shape[2]), blocks.dtype)
 
-    def add_keys(self, blocks: Tensor, chunk_blocks: Tensor):
-        """Adds a result of sums_of_keys(blocks) to `blocks`, if it is not a view."""
-        if not self._chunk.key_run:
+    def add_keys(self, blocks: Tensor, sums: Tensor):
+        """Adds sums_of_keys to `blocks`, if they are elsewhere."""
+        run = self._chunk.key_run
+        if run is None or run.step < run.count:  # problems share keys
             numbers = self._chunk.key_blocks.flatten()
-            blocks.index_add_(0, numbers, chunk_blocks.view(-1, *blocks.shape[1:]))
+            blocks.index_add_(0, numbers, sums.view(-1, *blocks.shape[1:]))
+        elif not self.adds_to_keys:
+            cast(Tensor, _view(blocks, run)).add_(sums)
 
     def add_block_sums(self, totals: Tensor, pairs: Tensor, part: slice):
         """Adds the sum over each block of `pairs` to `totals`.
@@ -117,11 +142,18 @@ class Problem:
         """The sum over segments: (problems * segments, part, n) -> (problems, part, n)."""
         return x if self._keys == self._width else self.by_problem(x).sum(1)
 
-    def multiply(self, a: Tensor, b: Tensor, out: Tensor, alpha: float = 1.0) -> Tensor:
-        """Writes alpha a b, summed over segments, to out (problems, part, n)."""
-        if self._keys == self._width:
+    def multiply(
+        self, a: Tensor, b: Tensor, alpha: float = 1.0, out: Tensor | None = None
+    ) -> Tensor:
+        """alpha a b, summed over segments: (problems, part, n), in the workspace or in `out`."""
+        if self._keys != self._width:
+            products = self.by_problem(self.product("product", a, b, alpha))
+            return products.sum(1) if out is None else torch.sum(products, 1, out=out)
+        # torch computes products one by one if they are written to memory that is not contiguous.
+        if out is not None and out.is_contiguous():
             return out.baddbmm_(a, b, beta=0, alpha=alpha)
-        return torch.sum(self.by_problem(self.product("product", a, b, alpha)), 1, out=out)
+        product = self.product("product", a, b, alpha)
+        return product if out is None else out.copy_(product)
 
     @property
     def parts(self) -> list[slice]:
@@ -285,9 +317,19 @@ def problems(call: Call) -> Iterator[Problem]:
         workspace.trim(CHUNK_FLOATS)
 
 
-def _rows(blocks: Tensor, run: slice) -> Tensor:
-    """blocks[run]. Slicing takes time, so it is skipped if `run` is all of them."""
-    return blocks if run.stop - run.start == len(blocks) else blocks[run]
+def _view(blocks: Tensor, run: Run | None) -> Tensor | None:
+    """A view (problems, tokens, n) of the blocks of a run; None if there is none."""
+    if run is None:
+        return None
+    _, size, width = blocks.shape
+    if run.whole and size == run.rows:
+        return blocks
+    block_stride, row_stride, column_stride = blocks.stride()
+    if run.count > 1 and block_stride != size * row_stride:
+        return None
+    strides = (run.step * block_stride, row_stride, column_stride)
+    offset = blocks.storage_offset() + run.first * block_stride
+    return blocks.as_strided((run.problems, run.rows, width), strides, offset)
 
 
 def _tokens(blocks: Tensor, size: int, first: Tensor | None = None) -> Tensor:
