@@ -15,13 +15,13 @@ from typing import Annotated
 
 import typer
 
-from experiments.cli import needs_extra
+from experiments.cli import needs_extra, output_folder
 from experiments.instruments import command
 from experiments.long_context.choices import Precision, Settings, Task
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Folder of checkpoints.")] = Path(
+    output: Annotated[Path, typer.Option(file_okay=False, help="Folder of checkpoints.")] = Path(
         "runs/long-context"
     ),
     task: Task = Task.COPY,
@@ -55,22 +55,22 @@ def main(
 ) -> None:
     """Train on the processes of torchrun, or on this one; the same command resumes."""
     chosen = dict(locals())
-    folder, lightning = chosen.pop("folder"), chosen.pop("lightning")
+    output, lightning = chosen.pop("output"), chosen.pop("lightning")
     if (task is Task.TEXT) != (text is not None):
         raise typer.BadParameter("--task text needs --text, and no other task takes it")
+    output = output_folder(output, overwrite=False)
     import torch.distributed as dist
 
     from experiments.long_context import training
 
     device = training.start()
-    folder.mkdir(parents=True, exist_ok=True)
     if lightning:
         needs_extra("lra", "lightning")
         from experiments.long_context.learner import fit
 
-        fit(Settings(**chosen), folder, device)
+        fit(Settings(**chosen), output, device)
     else:
-        training.Training(Settings(**chosen), folder, device).run()
+        training.Training(Settings(**chosen), output, device).run()
     dist.barrier()
     dist.destroy_process_group()
 
