@@ -20,7 +20,7 @@ MERGED_ROW = 4.0
 # The time to write the result and dQ of a waiting row where they belong, and that to copy key and
 # value of a block and gradients of them, over the time to compute a block: by their bytes.
 WRITTEN_ROW, COPIED_BLOCK = 1.0, 2.0
-MOST_PAIRINGS = 4  # rounds of whole shards: with each one rows are merged once more
+MOST_PAIRWISE = 4  # rounds of whole shards: with each one rows are merged once more
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,36 +102,36 @@ def divide_blocks(workload: Workload, owner: Tensor, ranks: int) -> Division:
     return Division(own + shared, fetched, ready + shared, waiting, rows)
 
 
-def pairings_of(
+def pairwise_exchanges_of(
     workload: Workload, owner: Tensor, traffic: Tensor
 ) -> tuple[tuple[int, ...], Tensor | None]:
-    """(pairings, paired) of Fetches if every rank computes by keys, in one round.
+    """(distances, pairwise) of Fetches if every rank computes by keys, in one round.
 
     A shard that goes whole to one rank in a round is sent from the memory in which it lies. And
-    what one rank sends arrives in the order of the sequence. There are no pairings if that would
-    take more than MOST_PAIRINGS rounds.
+    what one rank sends arrives in the order of the sequence. There are no such rounds if there
+    would be more than MOST_PAIRWISE.
     """
-    paired = traffic == workload.tokens_of(owner, len(traffic))
-    found, every = _pairings(paired), _pairings(traffic > 0)
-    if len(found) < len(every) <= MOST_PAIRINGS:
+    pairwise = traffic == workload.tokens_of(owner, len(traffic))
+    found, every = _distances(pairwise), _distances(traffic > 0)
+    if len(found) < len(every) <= MOST_PAIRWISE:
         sender = owner[workload.columns]
-        fetched = workload.fetched(owner, len(traffic)) & ~paired[:, sender]
+        fetched = workload.fetched(owner, len(traffic)) & ~pairwise[:, sender]
         if not all(_in_order(sender[columns]) for columns in fetched):
-            found, paired = every, traffic > 0
-    return (found, paired) if 0 < len(found) <= MOST_PAIRINGS else ((), None)
+            found, pairwise = every, traffic > 0
+    return (found, pairwise) if 0 < len(found) <= MOST_PAIRWISE else ((), None)
 
 
-def _pairings(paired: Tensor) -> tuple[int, ...]:
-    receiver, sender = paired.nonzero().unbind(1)
+def _distances(pairwise: Tensor) -> tuple[int, ...]:
+    receiver, sender = pairwise.nonzero().unbind(1)
     return tuple((receiver ^ sender).unique().tolist())
 
 
 def receiving_rounds(workload: Workload, owner: Tensor, traffic: Tensor) -> Tensor:
     """int64 (ranks,): rounds in which each rank receives keys, by keys without round_tokens."""
-    _, paired = pairings_of(workload, owner, traffic)
-    if paired is None:
+    _, pairwise = pairwise_exchanges_of(workload, owner, traffic)
+    if pairwise is None:
         return (traffic.sum(1) > 0).long()
-    return (paired & (traffic > 0)).sum(1) + (traffic * ~paired > 0).any(1)
+    return (pairwise & (traffic > 0)).sum(1) + (traffic * ~pairwise > 0).any(1)
 
 
 def _in_order(numbers: Tensor) -> bool:
@@ -152,21 +152,23 @@ def copied_tokens(workload: Workload, owner: Tensor, traffic: Tensor, split: Spl
         waits[row[few]] = True
         attended = workload.needed(owner, ranks, rows=waits) * workload.column_tokens
         return traffic.sum(0) + attended.sum(1)
-    pairings, paired = pairings_of(workload, owner, traffic)
+    distances, pairwise = pairwise_exchanges_of(workload, owner, traffic)
     fetched, sender = workload.fetched(owner, ranks), owner[workload.columns]
     rank = torch.arange(ranks)
     distance, together, rounds = rank.unsqueeze(1) ^ rank, traffic, []
-    if paired is not None:
-        rounds = [traffic * (paired & (distance == each)) for each in pairings]
-        together, fetched = traffic * ~paired, fetched & ~paired[:, sender]
+    if pairwise is not None:
+        rounds = [traffic * (pairwise & (distance == each)) for each in distances]
+        together, fetched = traffic * ~pairwise, fetched & ~pairwise[:, sender]
     mixed = [not _in_order(sender[columns]) for columns in fetched]
     whole = workload.tokens_of(owner, ranks)
-    packed = [each * (each != whole) if _is_direct(each) else each for each in (*rounds, together)]
+    packed = [
+        each * (each != whole) if _is_one_to_one(each) else each for each in (*rounds, together)
+    ]
     return torch.stack(packed).sum((0, 1)) + together.sum(1) * torch.tensor(mixed)
 
 
-def _is_direct(traffic: Tensor) -> bool:
-    """Round.direct, from the traffic of a round."""
+def _is_one_to_one(traffic: Tensor) -> bool:
+    """Round.one_to_one, from the traffic of a round."""
     some = traffic > 0
     return int(some.sum(0).max()) <= 1 and int(some.sum(1).max()) <= 1
 

@@ -60,7 +60,7 @@ class Round:
         positions: Positions of these rows and columns in the sequence.
         queries: Own tokens of `rows`.
         mask: The mask of these queries and keys; None if no query attends any key.
-        direct: Whether each rank receives from one rank at most, and sends to one rank at most.
+        one_to_one: Whether each rank receives from one rank at most, and sends to one at most.
             Then whole shards are sent from the memory in which they lie.
     """
 
@@ -75,7 +75,7 @@ class Round:
     positions: Positions
     queries: Tokens
     mask: BlockMask | None
-    direct: bool
+    one_to_one: bool
 
     @property
     def received(self) -> int:
@@ -140,7 +140,7 @@ class Part:
             empty. None if no pair attends.
         rounds: The exchanges.
         order: The order of rounds: index and heads of each, as many on every rank.
-        summands: Largest number of gradients that are added for one of its keys.
+        gradients_per_key: Largest number of gradients that are added for one of its keys.
         shared: The rows that all ranks share; None if there are none.
     """
 
@@ -150,7 +150,7 @@ class Part:
     mask: BlockMask | None
     rounds: tuple[Round, ...]
     order: tuple[tuple[int, Heads], ...]
-    summands: int
+    gradients_per_key: int
     shared: SharedRows | None
 
     @cached_property
@@ -172,9 +172,9 @@ class Fetches:
         owner: int64 (units,), the rank that owns each unit.
         fetched: bool (ranks, nk), the key blocks that each rank receives.
         num_rounds: Number of all-to-alls, the same on every rank.
-        pairings: The first rounds: in round n rank r receives from rank r ^ pairings[n] only. The
-            last round brings everything else.
-        paired: bool (ranks, ranks), whether a receiver gets the keys of a sender in one of these
+        distances: Those of the pairwise exchanges, which are the first rounds: in round n rank r
+            receives from rank r ^ distances[n] only. The last round brings everything else.
+        pairwise: bool (ranks, ranks), whether a receiver gets the keys of a sender in one of these
             rounds; None if there are none.
     """
 
@@ -182,15 +182,15 @@ class Fetches:
     owner: Tensor
     fetched: Tensor
     num_rounds: int
-    pairings: tuple[int, ...] = ()
-    paired: Tensor | None = None
+    distances: tuple[int, ...] = ()
+    pairwise: Tensor | None = None
 
     def round(self, rank: int, number: int, by_rows: bool) -> Round:
         """Round `number` of a rank."""
         tokens, grid = self.workload.column_tokens, self.workload.mask.grid
-        own_columns = self.columns_of(rank)
+        of_rank = self.columns_of(rank)
         own_first = torch.zeros(grid.nk, dtype=torch.int64)
-        own_first[own_columns] = torch.cumsum(tokens[own_columns], 0) - tokens[own_columns]
+        own_first[of_rank] = torch.cumsum(tokens[of_rank], 0) - tokens[of_rank]
         of_ranks = [self._received(receiver, number) for receiver in range(len(self.fetched))]
         sent = []
         for columns in of_ranks:
@@ -200,17 +200,17 @@ class Fetches:
         splits = torch.zeros(len(self.fetched), dtype=torch.int64)
         splits.index_add_(0, self._owner_of(received), tokens[received])
         rows = self._attending(rank, received.sort().values)
-        joining = received[:0]
+        own_columns = received[:0]
         if by_rows and len(rows):
-            joining = self._own_columns_of(rank, rows)
+            own_columns = self._own_columns_of(rank, rows)
         own_rows = torch.arange(len(self.rows_of(rank)))
         if not by_rows and len(rows) * SCATTERED >= len(own_rows) and not _consecutive(rows):
             rows = own_rows
-        columns, order = torch.cat([received, joining]).sort()
+        columns, order = torch.cat([received, own_columns]).sort()
         first = torch.empty_like(columns)
         first[order] = torch.cumsum(tokens[columns], 0) - tokens[columns]
         positions = [_tokens_of(first[: len(received)], tokens[received])]
-        positions.append(_tokens_of(first[len(received) :], tokens[joining]))
+        positions.append(_tokens_of(first[len(received) :], tokens[own_columns]))
         numbers = self.rows_of(rank)[rows]
         return Round(
             send=tuple(map(_as_slice, sent)),
@@ -218,17 +218,17 @@ class Fetches:
             receive_splits=splits.tolist(),
             columns=columns,
             received_at=_as_slice(positions[0]),
-            own=_as_slice(_tokens_of(own_first[joining], tokens[joining])),
+            own=_as_slice(_tokens_of(own_first[own_columns], tokens[own_columns])),
             own_at=_as_slice(positions[1]),
             rows=rows,
             positions=_positions(grid, numbers, columns),
             queries=self._queries_of(rank, rows),
             mask=self.workload.mask.take_blocks(numbers, columns) if len(rows) else None,
-            direct=not by_rows and self._is_direct(of_ranks),
+            one_to_one=not by_rows and self._is_one_to_one(of_ranks),
         )
 
-    def _is_direct(self, received: Sequence[Tensor]) -> bool:
-        """Round.direct, from the columns that each rank receives."""
+    def _is_one_to_one(self, received: Sequence[Tensor]) -> bool:
+        """Round.one_to_one, from the columns that each rank receives."""
         senders = [self._owner_of(columns).unique().tolist() for columns in received]
         every = [sender for each in senders for sender in each]
         return all(len(each) <= 1 for each in senders) and len(set(every)) == len(every)
@@ -253,16 +253,16 @@ class Fetches:
     def _received(self, rank: int, number: int) -> Tensor:
         """The key blocks that a rank receives in one round, in the order of arrival."""
         columns = self.fetched[rank].nonzero().flatten()
-        if self.paired is not None:
+        if self.pairwise is not None:
             sender = self._owner_of(columns)
-            if number < len(self.pairings):
-                partner = sender == rank ^ self.pairings[number]
-                return columns[partner & self.paired[rank, sender]]
-            columns = columns[~self.paired[rank, sender]]
+            if number < len(self.distances):
+                partner = sender == rank ^ self.distances[number]
+                return columns[partner & self.pairwise[rank, sender]]
+            columns = columns[~self.pairwise[rank, sender]]
         # A rank starts with the keys of the next rank, so that not all ranks need the same sender.
         distance = (self._owner_of(columns) - rank - 1) % len(self.fetched)
         columns = columns[torch.argsort(distance, stable=True)]
-        number, rounds = number - len(self.pairings), self.num_rounds - len(self.pairings)
+        number, rounds = number - len(self.distances), self.num_rounds - len(self.distances)
         bounds = [len(columns) * i // rounds for i in (number, number + 1)]
         columns = columns[bounds[0] : bounds[1]].sort().values
         return columns[torch.argsort(self._owner_of(columns), stable=True)]
@@ -335,10 +335,10 @@ def part_of(
     rows, columns = fetches[0].rows_of(rank), fetches[0].columns_of(rank)
     mask = _own_mask(fetches, rank, by_rows)
     tokens = int(fetches[0].workload.column_tokens[columns].sum())
-    summands = torch.full((groups, tokens), int(mask is not None) + int(shared is not None))
+    gradients = torch.full((groups, tokens), int(mask is not None) + int(shared is not None))
     for index, heads in order:
         for keys in (*rounds[index].send, rounds[index].own):
-            summands[heads.number, keys] += 1
+            gradients[heads.number, keys] += 1
     return Part(
         rows=rows,
         columns=columns,
@@ -346,7 +346,7 @@ def part_of(
         mask=mask,
         rounds=tuple(rounds),
         order=tuple(order),
-        summands=int(summands.max()),
+        gradients_per_key=int(gradients.max()),
         shared=shared,
     )
 

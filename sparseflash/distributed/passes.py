@@ -17,7 +17,7 @@ values are sent to their owners, which add them in the order of rounds and ranks
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -93,6 +93,7 @@ def _forward(
             whole = result
         elif result is not None:
             _put(whole, step, result, merges)
+        del result  # not beside that of the next step
     assert whole is not None, "a row that nothing computes is in the own part"
     return whole[0].to(query.dtype), whole[1], calls, saved
 
@@ -140,6 +141,14 @@ def _queries_of(tensor: Tensor, step: Step) -> Tensor:
     return tensor[:, step.heads.of(tensor.shape[1])][:, :, step.round.queries]
 
 
+class _Held(NamedTuple):
+    """A gradient of some heads and tokens that is added when the own part is done."""
+
+    heads: Heads
+    tokens: Tokens
+    grad: Tensor
+
+
 class _Backward:
     """The backward pass of one call."""
 
@@ -158,55 +167,65 @@ class _Backward:
             saved = (self._out, self._lse)
             self._shared = SharedBackward(self._prepared, self._prepared.part.shared, saved, grads)
             self._shared_call = ctx.shared_call
+        # Sums of many gradients are computed in float32, and rounded once.
+        several = len(self._steps) > 1 or self._shared is not None
+        many = self._prepared.part.gradients_per_key > MOST_ROUNDED
+        by_keys = len(self._steps) + 1 > MOST_ROUNDED and self._prepared.plan.split == "keys"
+        self._widens = (by_keys, many, many, several, several, several)
         self._grads: list[Tensor | None] = [None] * 6
-        # Of query, key and value: whether the gradient is what the kernels of the only step write.
-        self._adopted = [False] * 6
+        # Of query, key and value: whether the only step writes all of the gradient.
+        self._of_step = [False] * 6
+        # Of query, key and value; and the other gradients of each step.
+        self._held: list[list[_Held]] = [[], [], []]
+        self._extras: list[tuple[int, tuple[Tensor | None, ...]]] = []
 
     def run(self) -> list[Tensor | None]:
         """The gradients of query, key, value, bias, block scores and all score tensors."""
-        returning: list[_Return] = []
-        at_once = not self._prepared.plan.fetches_again
-        fetched = [self._saved[i : i + 2] for i in range(0, len(self._saved), 2)]
-        if at_once and self._prepared.own is None:
-            # Nothing is left to compute after the steps: the gradients of each one are added and
-            # freed while the next one is computed.
+        own_last = self._prepared.own is not None and not self._prepared.plan.fetches_again
+        fetched, returning = self._fetched_of_steps(), deque[_Return]()
+        if not own_last:
             self._add_own()
-            for number, both in enumerate(fetched):
-                grads = self._grads_of_step(number, both)
-                arriving, returning = returning, self._returned(number, grads)
+        for number, both in enumerate(fetched):
+            grads = self._grads_of_step(number, both)
+            free(both)
+            returning += self._returned(number, grads)
+            if own_last:  # gradients of all steps are sent while the own part is computed
+                self._hold_step(number, grads)
+            else:  # those of a step are sent while the next one is computed
                 self._add_step(number, grads)
-                del grads
-                for each in arriving:
-                    each.add_to(*self._grads[1:3])
-        elif at_once:
-            # Steps first, so that their gradients are sent while the own part is computed.
-            grads_of_steps = []
-            for number, both in enumerate(fetched):
-                grads = self._grads_of_step(number, both)
-                returning += self._returned(number, grads)
-                if grads is not None and not count(self._steps[number].round.own):
-                    grads = (grads[0], None, None, *grads[3:])  # freed when they are sent
-                grads_of_steps.append(grads)
+                if len(returning) > 1:
+                    returning.popleft().add_to(*self._grads[1:3])
+            del grads, both
+        if own_last:
             self._add_own()
-            for number, grads in enumerate(grads_of_steps):
-                self._add_step(number, grads)
-        else:
-            fetch = self._fetch(0)
-            self._add_own()
-            for number in range(len(self._steps)):
-                both = fetch.wait()
-                fetch = self._fetch(number + 1) if number + 1 < len(self._steps) else fetch
-                grads = self._grads_of_step(number, both)
-                returning += self._returned(number, grads)
-                self._add_step(number, grads)
+            self._add_held()
         if self._shared is not None:
             self._add_shared(self._shared)
-        for each in returning:
-            each.add_to(*self._grads[1:3])
+        while returning:
+            returning.popleft().add_to(*self._grads[1:3])
         return [
             None if grad is None or like is None else grad.to(like.dtype)
             for grad, like in zip(self._grads, self._inputs, strict=True)
         ]
+
+    def _fetched_of_steps(self) -> Iterator[list[Tensor]]:
+        """The keys and values of each step. If they are fetched, the next ones are on their way.
+
+        They are fetched if they were not saved, or if an earlier backward pass over the same graph
+        has freed them.
+        """
+        saved = [self._saved[i : i + 2] for i in range(0, len(self._saved), 2)]
+        self._saved = []
+        if saved and not any(_is_freed(x) for both in saved for x in both):
+            return (saved.pop(0) for _ in self._steps)
+        return self._fetched_again(self._fetch(0)) if self._steps else iter(())
+
+    def _fetched_again(self, fetch: "_Fetch") -> Iterator[list[Tensor]]:
+        for number in range(1, len(self._steps) + 1):
+            both = fetch.wait()
+            if number < len(self._steps):
+                fetch = self._fetch(number)
+            yield both
 
     @property
     def _inputs(self) -> tuple[Tensor | None, ...]:
@@ -224,33 +243,30 @@ class _Backward:
         if prepared.own is None:
             keys = prepared.every_key_waits
             written = (prepared.every_row_waits, keys, keys, False, False, False)
-            self._adopted = [all_ and len(self._steps) == 1 for all_ in written]
+            self._of_step = [all_ and len(self._steps) == 1 for all_ in written]
             self._grads = [
                 None
-                if like is None or not needed or adopted
+                if like is None or not needed or of_step
                 else _unwritten(like)
                 if all_
                 else _zeros(like)
-                for like, needed, all_, adopted in zip(
-                    self._inputs, self._needs, written, self._adopted, strict=True
+                for like, needed, all_, of_step in zip(
+                    self._inputs, self._needs, written, self._of_step, strict=True
                 )
             ]
         else:
             saved = (self._query, self._key, self._value, self._out, self._lse)
-            grads = prepared.own.backward(self._grad_out, self._grad_lse, saved, self._needs)
-            self._grads = [*grads]
-            if grads[4] is not None:
-                self._grads[4] = self._scattered(grads[4], None, prepared.part.columns, Heads())
-        # Sums of many gradients are computed in float32, and rounded once.
-        several = len(self._steps) > 1 or self._shared is not None
-        many = prepared.part.summands > MOST_ROUNDED
-        by_keys = len(self._steps) + 1 > MOST_ROUNDED and prepared.plan.split == "keys"
-        self._widens = (by_keys, many, many, several, several, several)
-        self._grads = [self._widened(number, grad) for number, grad in enumerate(self._grads)]
+            gradients = prepared.own.backward(self._grad_out, self._grad_lse, saved, self._needs)
+            self._grads = [*gradients]
+            del gradients  # each one is freed when a wider copy is made
+            if (blocks := self._grads[4]) is not None:
+                self._grads[4] = self._scattered(blocks, None, prepared.part.columns, Heads())
+        for i, grad in enumerate(self._grads):
+            self._grads[i] = None if grad is None else self._widened(i, grad)
 
-    def _widened(self, number: int, grad: Tensor | None) -> Tensor | None:
+    def _widened(self, i: int, grad: Tensor) -> Tensor:
         """A gradient in the dtype in which it is summed."""
-        if grad is None or not self._widens[number]:
+        if not self._widens[i]:
             return grad
         return grad.to(torch.promote_types(grad.dtype, self._lse.dtype))
 
@@ -291,30 +307,71 @@ class _Backward:
         both = (None, None) if grads is None else grads[1:3]
         return [_Return(self._prepared, both, step)]
 
-    def _add_step(self, number: int, grads: tuple[Tensor | None, ...] | None) -> None:
+    def _hold_step(self, number: int, grads: tuple[Tensor | None, ...] | None) -> None:
+        """Holds the gradients of a step until the own part is done."""
         if grads is None:
             return
-        step, (query, key, value, bias, blocks, reads) = self._steps[number], grads
-        each, prepared = step.round, self._prepared
-        first = prepared.plan.split == "rows"
+        each, heads = self._steps[number]
+        self._hold(0, heads, each.queries, grads[0])
+        if count(each.own):
+            for i in (1, 2):
+                grad = grads[i]
+                own = None if grad is None else _part_of(grad, each.own_at)
+                self._hold(i, heads, each.own, own)
+        self._extras.append((number, grads[3:]))
+
+    def _hold(self, i: int, heads: Heads, tokens: Tokens, grad: Tensor | None) -> None:
+        """Holds a gradient, as one sum with those of the same tokens."""
+        if grad is None:
+            return
+        for number, each in enumerate(self._held[i]):
+            if each.heads == heads and _are_equal(each.tokens, tokens):
+                total = self._widened(i, each.grad)
+                self._held[i][number] = each._replace(grad=total.add_(grad))
+                return
+        self._held[i].append(_Held(heads, tokens, grad))
+
+    def _add_held(self) -> None:
+        """Adds what was held to the gradients of the own part."""
+        # By rows, one step computes all of the gradient of a row.
+        first = self._prepared.plan.split == "rows"
+        for i, held in enumerate(self._held):
+            while held:
+                heads, tokens, grad = held.pop()
+                _add(self._grads[i], heads, tokens, grad, first=first and i == 0)
+                del grad
+        for number, grads in self._extras:
+            self._add_extras(number, grads)
+
+    def _add_step(self, number: int, grads: tuple[Tensor | None, ...] | None) -> None:
+        """Adds the gradients of a step to those of all own tokens."""
+        if grads is None:
+            return
+        (each, heads), prepared = self._steps[number], self._prepared
         for i, tokens in ((0, each.queries), (1, each.own_at), (2, each.own_at)):
             grad = grads[i]
-            if self._adopted[i] and grad is not None:
-                # A view of own tokens: what a kernel wrote for them is not copied.
-                self._grads[i] = self._widened(i, grad if i == 0 else grad[:, :, tokens])
-        if not self._adopted[0]:
-            _add(self._grads[0], step, each.queries, query, first=first)
-        if count(each.own) and not self._adopted[1]:
-            for total, grad in zip(self._grads[1:3], (key, value), strict=True):
+            if self._of_step[i] and grad is not None:
+                self._grads[i] = self._widened(i, grad if i == 0 else _part_of(grad, tokens))
+        if not self._of_step[0]:
+            first = prepared.plan.split == "rows"
+            _add(self._grads[0], heads, each.queries, grads[0], first=first)
+        if count(each.own) and not self._of_step[1]:
+            for i in (1, 2):
+                grad = grads[i]
                 grad = None if grad is None else grad[:, :, each.own_at]
-                _add(total, step, each.own, grad, first=prepared.own is None)
+                _add(self._grads[i], heads, each.own, grad, first=prepared.own is None)
+        self._add_extras(number, grads[3:])
+
+    def _add_extras(self, number: int, grads: tuple[Tensor | None, ...]) -> None:
+        """Adds the gradients of bias, block scores and score tensors of a step."""
+        (each, heads), (bias, blocks, reads) = self._steps[number], grads
         if blocks is not None:
-            blocks = self._scattered(blocks, each.rows, each.columns, step.heads)
-        for number, grad in ((3, bias), (4, blocks), (5, reads)):
-            total = self._grads[number]
+            blocks = self._scattered(blocks, each.rows, each.columns, heads)
+        for i, grad in ((3, bias), (4, blocks), (5, reads)):
+            total = self._grads[i]
             if total is not None and grad is not None:
-                heads = step.heads.of(len(total)) if number == 3 else slice(None)
-                total[heads] += grad
+                chosen = heads.of(len(total)) if i == 3 else slice(None)
+                total[chosen] += grad
 
     def _scattered(
         self, blocks: Tensor, rows: Tensor | None, columns: Tensor, heads: Heads
@@ -337,13 +394,36 @@ def _unwritten(like: Tensor) -> Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
+def _part_of(grad: Tensor, tokens: Tokens) -> Tensor:
+    """Some tokens of a gradient, without a view that keeps more than twice its own memory."""
+    found = grad[:, :, tokens]
+    return found.clone() if 2 * found.numel() < grad.numel() and found._is_view() else found
+
+
+def _are_equal(first: Tokens, second: Tokens) -> bool:
+    """Whether two choices are known to be of the same tokens."""
+    return first is second or (
+        isinstance(first, slice) and isinstance(second, slice) and first == second
+    )
+
+
+def free(tensors: Sequence[Tensor]) -> None:
+    """Frees the memory of keys and values that autograd would keep until the pass has ended."""
+    for each in tensors:
+        each.untyped_storage().resize_(0)
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
 def _add(
-    total: Tensor | None, step: Step, tokens: Tokens, grad: Tensor | None, *, first: bool
+    total: Tensor | None, heads: Heads, tokens: Tokens, grad: Tensor | None, *, first: bool
 ) -> None:
     """Adds the gradients of some tokens to `total`, or writes them if they are the first."""
     if total is None or grad is None:
         return
-    total = total[:, step.heads.of(total.shape[1])]
+    total = total[:, heads.of(total.shape[1])]
     if first:
         total[:, :, tokens] = grad.to(total.dtype)
     else:
@@ -353,39 +433,39 @@ def _add(
 class _Layout(NamedTuple):
     """The memory of the keys or values that a step exchanges, or of their gradients.
 
-    A direct exchange has the layout of a shard, (batch, heads, tokens, dims). The others have
-    (tokens, batch, heads, dims): what one rank sends to another is one range of it.
+    One-to-one it is that of a shard, (batch, heads, tokens, dims). Otherwise it is
+    (tokens, batch, heads, dims), so that what one rank sends to another is one range of it.
     """
 
     batch: int
     heads: int
-    direct: bool
+    one_to_one: bool
 
     @staticmethod
     def of(prepared: Prepared, step: Step) -> "_Layout":
         """The layout for the heads of a step."""
         batch, kv_heads = prepared.key.shape[:2]
-        return _Layout(batch, len(range(kv_heads)[step.heads.of(kv_heads)]), step.round.direct)
+        return _Layout(batch, len(range(kv_heads)[step.heads.of(kv_heads)]), step.round.one_to_one)
 
     def empty(self, like: Tensor, tokens: int) -> Tensor:
         """Uninitialised (batch, heads, tokens, dims) with this memory and the dims of `like`."""
-        if self.direct:
+        if self.one_to_one:
             return like.new_empty(self.batch, self.heads, tokens, like.shape[3])
         return like.new_empty(tokens, self.batch, self.heads, like.shape[3]).permute(1, 2, 0, 3)
 
     def rows(self, tensor: Tensor) -> Tensor:
         """(batch, heads, tokens, dims) as rows for an exchange; copied if its memory differs."""
-        if self.direct:
+        if self.one_to_one:
             return contiguous(tensor).flatten(0, 2)
         return contiguous(tensor.permute(2, 0, 1, 3)).flatten(1)
 
     def splits(self, tokens: Sequence[int]) -> list[int]:
         """The number of rows of so many tokens."""
-        return [n * self.batch * self.heads if self.direct else n for n in tokens]
+        return [n * self.batch * self.heads if self.one_to_one else n for n in tokens]
 
     def tokens(self, rows: Tensor, like: Tensor) -> Tensor:
         """The inverse of `rows`; `like` has as many dims."""
-        if self.direct:
+        if self.one_to_one:
             return rows.view(self.batch, self.heads, -1, like.shape[3])
         return rows.view(-1, self.batch, self.heads, like.shape[3]).permute(1, 2, 0, 3)
 
@@ -484,9 +564,9 @@ class _Return:
 
     def add_to(self, *totals: Tensor | None) -> None:
         """Adds the received gradients, rank by rank: a token may have been sent to several."""
-        each = self._step.round
-        for exchange, total, like in zip(self._exchanges, totals, self._likes, strict=True):
-            parts = exchange.wait().split(self._layout.splits(each.send_splits))
+        each, heads = self._step.round, self._step.heads
+        for total, like in zip(totals, self._likes, strict=True):
+            parts = self._exchanges.pop(0).wait().split(self._layout.splits(each.send_splits))
             for part, tokens in zip(parts, each.send, strict=True):
-                grad = self._layout.tokens(part, like)
-                _add(total, self._step, tokens, grad, first=False)
+                _add(total, heads, tokens, self._layout.tokens(part, like), first=False)
+            del parts  # its memory is free before the next exchange is waited for

@@ -43,7 +43,7 @@ from sparseflash.distributed.model import (
     Split,
     choose_split,
     copied_tokens,
-    pairings_of,
+    pairwise_exchanges_of,
 )
 from sparseflash.distributed.part import Fetches, Heads, Part, part_of, shared_rows_of
 from sparseflash.distributed.report import Report, report_of
@@ -267,9 +267,9 @@ class ContextPlan(Caching):
     @cached_property
     def num_rounds(self) -> int:
         """All-to-alls of one pass, the same on every rank; 0 if no rank fetches keys."""
-        pairings, paired = self.pairings
-        if paired is not None:
-            return len(pairings) + int((self.costs.traffic.bool() & ~paired).any())
+        distances, pairwise = self.pairwise_exchanges
+        if pairwise is not None:
+            return len(distances) + int((self.costs.traffic.bool() & ~pairwise).any())
         most = max(int(needed.sum()) for needed in self._fetched)
         if self.round_tokens is None:
             return min(most, 1)
@@ -282,11 +282,11 @@ class ContextPlan(Caching):
         return self.round_tokens is not None and self.num_rounds > 1
 
     @cached_property
-    def pairings(self) -> tuple[tuple[int, ...], Tensor | None]:
-        """(pairings, paired) of Fetches: rounds in which a rank receives from one rank."""
+    def pairwise_exchanges(self) -> tuple[tuple[int, ...], Tensor | None]:
+        """(distances, pairwise) of Fetches."""
         if self.split == "rows" or self.round_tokens is not None:
             return (), None
-        return pairings_of(self.workload, self.owner, self.costs.traffic)
+        return pairwise_exchanges_of(self.workload, self.owner, self.costs.traffic)
 
     @cached_property
     def workload(self) -> Workload:
@@ -401,7 +401,7 @@ class ContextPlan(Caching):
     def _fetches(self, groups: int) -> list[Fetches]:
         """What ranks fetch for all heads, or for each group if heads have different masks."""
         if groups == 1 or self.mask.num_heads == 1:
-            rounds = (self.num_rounds, *self.pairings)
+            rounds = (self.num_rounds, *self.pairwise_exchanges)
             return [Fetches(self.workload, self.owner, self._fetched, *rounds)]
         if ("fetches", groups) not in self.cache:
             self.cache["fetches", groups] = [

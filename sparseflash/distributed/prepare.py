@@ -207,6 +207,11 @@ def prepare(
         arguments.check_sinks(sinks, query)
     if mask is not None:
         _check_selected(mask, plan, rank)
+    if group is None and len(plan.shared):
+        raise ValueError(
+            "group must be a process group if the plan has shared rows, even for one rank, got "
+            "None: make_plan(..., shared_rows=()) makes a plan without them"
+        )
     seed_tensor = arguments.checked_seed(seed, checked.dropout_p)
     allowed = sorted({1, key.shape[1], query.shape[1]})
     if plan.mask.num_heads not in allowed:

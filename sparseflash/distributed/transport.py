@@ -39,7 +39,8 @@ def process_group_of(group: Group, ranks: int) -> ProcessGroup | None:
 class Exchange:
     """An asynchronous all-to-all of the rows of `source`, which are split by rank.
 
-    The constructor starts it. `wait` returns the received rows, in `received` if it is given.
+    The constructor starts it. `wait`, which is called once, returns the received rows, in
+    `received` if it is given.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class Exchange:
         """The received rows. On a GPU the current stream waits for them, on a CPU the caller."""
         with _explain_errors(self._what):
             cast(dist.Work, self._work).wait()
-        del self._source
-        return self._received
+        received = self._received
+        del self._source, self._received  # they are freed when the caller is done with them
+        return received
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import os
 import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -396,6 +397,37 @@ def same_bits(rank: int, split: str) -> bool:
         out.square().sum().backward()
         found.append([out, *(x.grad for x in own)])
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def second_backward_pass(rank: int, split: str) -> tuple[bool, bool]:
+    """Whether two backward passes over one graph give the same bits, and the first frees keys."""
+    plan = plan_of(mask_of("random"), dist.get_world_size(), "contiguous", split)
+    own = [plan.shard(x, rank, 2).requires_grad_() for x in inputs(torch.float32)[:3]]
+    fetched: list[Tensor] = []
+    free = passes.free
+
+    def freed(tensors):
+        fetched.extend(tensors)
+        free(tensors)
+
+    out = context_parallel_attention(*own, plan).square().sum()
+    with mock.patch.object(passes, "free", freed):
+        first = torch.autograd.grad(out, own, retain_graph=True)
+    saved = {x.data_ptr() for x in fetched}
+    second = torch.autograd.grad(out, own)
+    equal = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    is_saved = not plan.fetches_again
+    return equal, is_saved and len(fetched) > 0 and saved == {0}
+
+
+def memory_of_gradients(rank: int) -> list[float]:
+    """For gradients of key and value: the memory that they keep over their own."""
+    plan = make_plan(mask_of("butterfly"), dist.get_world_size(), "contiguous", split="rows")
+    plan = replace(plan, groups=1)
+    own = [plan.shard(x, rank, 2).requires_grad_() for x in inputs(torch.float32)[:3]]
+    out = context_parallel_attention(*own, plan)
+    grads = torch.autograd.grad(out.sum(), own[1:])
+    return [x.untyped_storage().nbytes() / x.nbytes for x in grads]
 
 
 def selected(rank: int) -> dict[str, float]:

@@ -188,6 +188,20 @@ def test_the_same_inputs_give_the_same_bits(two_ranks, split):
     assert two_ranks.run(cases.same_bits, split) == [True, True]
 
 
+@pytest.mark.parametrize("split", ["rows", "keys", "rounds", "shared rows"])
+def test_a_second_backward_pass_fetches_what_the_first_one_freed(ranks, split):
+    """Both give the same bits, and the fetched keys are freed before the pass has ended."""
+    for equal, freed in ranks.run(cases.second_backward_pass, split):
+        assert equal
+        assert freed == (split != "rounds")
+
+
+def test_gradients_keep_little_more_than_their_own_memory(ranks):
+    """All rows wait, so that the gradient of own keys is a part of what one kernel writes."""
+    for shares in ranks.run(cases.memory_of_gradients):
+        assert max(shares) <= 2
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -289,6 +303,8 @@ def test_wrong_arguments_are_named():
     shared = make_plan(masks.full()(100, 16), 1, shared_rows=[0])
     with pytest.raises(ValueError, match="mask must be None if the plan has shared rows"):
         context_parallel_attention(*tensors, shared, mask=mask)
+    with pytest.raises(ValueError, match="group must be a process group if the plan has shared"):
+        context_parallel_attention(*tensors, shared)
     with pytest.raises(ValueError, match=r"mask must be selected from plan.mask_of\(0\)"):
         context_parallel_attention(*tensors, plan, mask=mask)
     with pytest.raises(ValueError, match="shard must not require a gradient"):

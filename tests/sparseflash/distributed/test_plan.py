@@ -237,9 +237,9 @@ def test_whole_shards_are_exchanged_in_pairs_of_ranks():
     assert plan.num_rounds == 2
     for rank in range(4):
         rounds = plan.part(rank).rounds
-        assert [each.direct for each in rounds] == [True, True]
+        assert [each.one_to_one for each in rounds] == [True, True]
         assert [each.receive_splits for each in rounds] == [
-            [1024 * (sender == rank ^ pairing) for sender in range(4)] for pairing in (1, 2)
+            [1024 * (sender == rank ^ distance) for sender in range(4)] for distance in (1, 2)
         ]
     # Three ranks have pairs too, of which one rank is left out in each round.
     assert make_plan(full, 3, "contiguous", split="keys").num_rounds == 3
@@ -249,7 +249,7 @@ def test_whole_shards_are_exchanged_in_pairs_of_ranks():
     # Rank 1 gets all keys of rank 0 and few of rank 2; rank 0 few of rank 1.
     window = masks.local((1024, 100))(4096, 64)
     rounds = make_plan(window, 4, "contiguous", split="keys").part(1).rounds
-    assert [(each.direct, each.receive_splits) for each in rounds] == [
+    assert [(each.one_to_one, each.receive_splits) for each in rounds] == [
         (True, [1024, 0, 0, 0]),
         (True, [0, 0, 0, 0]),
         (True, [0, 0, 128, 0]),

@@ -1,0 +1,51 @@
+"""The memory of a rank, in shards of queries: by the model of the design page, and as counted."""
+
+from dataclasses import replace
+
+import pytest
+
+import masks
+from sparseflash.distributed import make_plan
+from tests.helpers.live_memory import peak_in_shards
+
+BLOCK, BLOCKS = 16, 1024  # of the sequence
+LSE = 0.1  # of a shard: that of heads of 64 dims, and of parts
+
+
+def butterfly(ranks, strategy="contiguous", split="keys", **options):
+    return make_plan(
+        masks.butterfly()(BLOCK * BLOCKS, BLOCK), ranks, strategy, split=split, **options
+    )
+
+
+def test_one_rank_has_out_and_gradients():
+    assert peak_in_shards(butterfly(1), 0)[1] == pytest.approx(4, abs=LSE)
+
+
+@pytest.mark.parametrize(("ranks", "rounds"), [(2, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_by_keys_received_gradients_and_sent_ones_are_what_grows(ranks, rounds, kv_heads):
+    """out, own gradients, the sum of dQ, and for each round two tensors sent and two received."""
+    plan, share = butterfly(ranks), kv_heads / 4
+    assert plan.num_rounds == rounds
+    forward, both = peak_in_shards(plan, 0, kv_heads=kv_heads)
+    # The forward pass has the result and that of a round, and the keys and values of all rounds.
+    assert forward <= 2 + 2 * rounds * share + LSE
+    assert both <= 3 + 2 * share + 4 * rounds * share + LSE
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_in_rounds_memory_does_not_grow_with_received_keys(ranks):
+    """At most two rounds of keys, and of gradients that are sent and received, are in memory.
+
+    On eight ranks the sums of gradients are in float32, which takes three more tensors.
+    """
+    plan = butterfly(ranks, round_tokens=BLOCK * BLOCKS // ranks // 4, split="auto")
+    assert plan.num_rounds >= 4
+    assert peak_in_shards(plan, 0)[1] <= (11.5 if ranks == 8 else 10)
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(2, 8.3), (4, 15.2), (8, 19.8)])
+def test_by_rows_only_own_parts_of_gradients_are_held(ranks, most):
+    plan = replace(butterfly(ranks, "graph growing", "rows"), groups=4)
+    assert max(peak_in_shards(plan, rank)[1] for rank in range(ranks)) <= most
