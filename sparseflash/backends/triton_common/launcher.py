@@ -74,6 +74,7 @@ def launch(
         return None
     if 0 in grid:
         return None
+    _enter_context()
     if key in _COMPILED:
         compiled, constant_arguments = _COMPILED[key]
         _start(compiled, grid, (*arguments, *constant_arguments))
@@ -193,7 +194,6 @@ def launch_and_store(cache: dict, signature: Hashable, kernel: Any, prepared: La
 
 def _start(compiled, grid: tuple[int, int, int], arguments: tuple) -> None:
     """compiled[grid](*arguments), without the work for launch hooks if there are none."""
-    _enter_context()
     hooks = knobs.runtime
     if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         compiled[grid](*arguments)
@@ -210,9 +210,9 @@ _THREAD = local()
 def _enter_context() -> None:
     """Gives this thread a CUDA context. Triton needs one to encode tensor maps.
 
-    A new thread, such as that of autograd, has none until it calls the CUDA runtime, and Triton
-    enters the context of the device only when it loads a kernel. A thread that has a context makes
-    no call here, because it may be capturing a CUDA graph.
+    A new thread, such as that of autograd, has none until it calls the CUDA runtime. Triton enters
+    the context of the device only when it loads a kernel, which another thread may have done. A
+    thread that has a context makes no call here, because it may be capturing a CUDA graph.
     """
     if not hasattr(_THREAD, "entered"):
         if torch.version.cuda and torch.cuda.is_initialized() and not current_context():

@@ -39,8 +39,10 @@ def compiled(monkeypatch):
     return compiled
 
 
-def launch(grid):
-    kernel: Any = SimpleNamespace(__module__="here", __name__="kernel")
+KNOWN: Any = SimpleNamespace(__module__="here", __name__="kernel")
+
+
+def launch(grid, kernel: Any = KNOWN):
     launcher.launch(kernel, grid, (1, 2), ("bf16",), {})
 
 
@@ -66,8 +68,19 @@ def test_launch_hooks_are_called(compiled, hook):
     assert compiled.started == [("with hooks", (3, 2, 1), (1, 2, 64))]
 
 
+class LoadedElsewhere:
+    """A kernel whose first launch is in this thread, and that `warmup` has loaded in another."""
+
+    __module__, __name__ = "here", "other"
+
+    def __getitem__(self, grid):
+        assert getattr(launcher._THREAD, "entered", False), "Triton encodes tensor maps here"
+        return lambda *arguments, **constants: None
+
+
+@pytest.mark.parametrize("kernel", [[], [LoadedElsewhere()]], ids=["launched before", "loaded"])
 @pytest.mark.parametrize("context", [None, 3])
-def test_every_thread_without_a_context_enters_one_once(compiled, monkeypatch, context):
+def test_every_thread_without_a_context_enters_one_once(compiled, monkeypatch, context, kernel):
     entered = []
     monkeypatch.setattr(launcher.torch.version, "cuda", "13.0")
     monkeypatch.setattr(launcher.torch.cuda, "is_initialized", lambda: True)
@@ -75,8 +88,8 @@ def test_every_thread_without_a_context_enters_one_once(compiled, monkeypatch, c
     monkeypatch.setattr(launcher, "current_context", lambda: context)
 
     def twice():
-        launch((3, 2, 1))
-        launch((3, 2, 1))
+        launch((3, 2, 1), *kernel)
+        launch((3, 2, 1), *kernel)
 
     threads = [Thread(target=twice) for _ in range(2)]
     for thread in threads:
