@@ -49,6 +49,7 @@ def merge_in_place(
     part_out: Tensor,
     part_lse: Tensor,
     rows: Tensor | slice = slice(None),
+    part_rows: Tensor | slice = slice(None),
 ) -> None:
     """Writes merge_attention((out, part_out), (lse, part_lse)) to out and lse, without gradients.
 
@@ -56,18 +57,19 @@ def merge_in_place(
 
     Args:
         out, lse: (batch, heads, tokens, value_dim) and (batch, heads, tokens).
-        part_out, part_lse: The same for some of the tokens.
-        rows: These tokens: int64, all different, or a slice.
+        part_out, part_lse: The same of a part, with tokens of its own.
+        rows: The tokens of out that are merged: int64, all different, or a slice.
+        part_rows: As many tokens of the part, one for each of them.
     """
-    if isinstance(rows, slice):
-        out, lse, index = out[:, :, rows], lse[:, :, rows], None
-    else:
-        index = rows
+    (out, lse), index = _views((out, lse), rows)
+    (part_out, part_lse), part_index = _views((part_out, part_lse), part_rows)
     if out.is_cuda and lse.dtype == torch.float32 and out.dtype == part_out.dtype:
         from sparseflash.backends.triton.merge import merge_rows  # imports Triton
 
-        merge_rows(out, lse, part_out, part_lse, index)
+        merge_rows(out, lse, part_out, part_lse, index, part_index)
         return
+    if part_index is not None:
+        part_out, part_lse = part_out[:, :, part_index], part_lse[:, :, part_index]
     if index is not None:
         merged = out[:, :, index], lse[:, :, index]
         merge_in_place(*merged, part_out, part_lse)
@@ -80,16 +82,55 @@ def merge_in_place(
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
-def add_in_place(total: Tensor, part: Tensor, rows: Tensor | slice) -> None:
-    """Adds a part to some tokens of `total`, without gradients; arguments as in merge_in_place."""
-    if isinstance(rows, slice):
-        total[:, :, rows] += part
-    elif total.is_cuda and total.dtype == part.dtype != torch.float64:
+def add_in_place(
+    total: Tensor, part: Tensor, rows: Tensor | slice, part_rows: Tensor | slice = slice(None)
+) -> None:
+    """Adds tokens of a part to tokens of `total`, without gradients; see merge_in_place."""
+    (total,), index = _views((total,), rows)
+    (part,), part_index = _views((part,), part_rows)
+    if index is None and part_index is None:
+        total += part
+    elif _has_kernels(total, part):
         from sparseflash.backends.triton.merge import add_rows  # imports Triton
 
-        add_rows(total, part, rows)
+        add_rows(total, part, index, part_index)
     else:
-        total.index_add_(2, rows, part.to(total.dtype))
+        part = part if part_index is None else part[:, :, part_index]
+        if index is None:
+            total += part
+        else:
+            total.index_add_(2, index, part.to(total.dtype))
+
+
+def copy_in_place(
+    total: Tensor, part: Tensor, rows: Tensor | slice, part_rows: Tensor | slice = slice(None)
+) -> None:
+    """Copies tokens of a part to tokens of `total`, without gradients; see merge_in_place."""
+    (total,), index = _views((total,), rows)
+    (part,), part_index = _views((part,), part_rows)
+    if index is None and part_index is None:
+        total.copy_(part)
+    elif _has_kernels(total, part):
+        from sparseflash.backends.triton.merge import copy_rows  # imports Triton
+
+        copy_rows(total, part, index, part_index)
+    else:
+        part = part if part_index is None else part.index_select(2, part_index)
+        total[:, :, slice(None) if index is None else index] = part.to(total.dtype)
+
+
+def _views(
+    tensors: tuple[Tensor, ...], rows: Tensor | slice
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """(views of the tokens of a slice, None), or (the tensors, the indices of tokens)."""
+    if isinstance(rows, slice):
+        return tuple(x[:, :, rows] for x in tensors), None
+    return tensors, rows
+
+
+def _has_kernels(total: Tensor, part: Tensor) -> bool:
+    """Whether Triton kernels add and copy rows of these tensors."""
+    return total.is_cuda and torch.float64 not in (total.dtype, part.dtype)
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -56,9 +56,11 @@ class Round:
             which they arrive.
         own: Own tokens that belong to `columns`.
         own_at: Index of each of them among the tokens of `columns`.
-        rows: int64, ascending: the own block rows that attend `columns`.
+        rows: int64, ascending: the own block rows of `mask`. Those that attend `columns`, or all.
         positions: Positions of these rows and columns in the sequence.
         queries: Own tokens of `rows`.
+        attending: Own tokens of the rows that attend `columns`: those whose results are merged.
+        attending_at: Index of each of them among `queries`.
         mask: The mask of these queries and keys; None if no query attends any key.
         one_to_one: Whether each rank receives from one rank at most, and sends to one at most.
             Then whole shards are sent from the memory in which they lie.
@@ -74,6 +76,8 @@ class Round:
     rows: Tensor
     positions: Positions
     queries: Tokens
+    attending: Tokens
+    attending_at: Tokens
     mask: BlockMask | None
     one_to_one: bool
 
@@ -203,9 +207,11 @@ class Fetches:
         own_columns = received[:0]
         if by_rows and len(rows):
             own_columns = self._own_columns_of(rank, rows)
+        attending = self._queries_of(rank, rows)
+        attending_at: Tokens = slice(0, count(attending))
         own_rows = torch.arange(len(self.rows_of(rank)))
         if not by_rows and len(rows) * SCATTERED >= len(own_rows) and not _consecutive(rows):
-            rows = own_rows
+            rows, attending_at = own_rows, attending
         columns, order = torch.cat([received, own_columns]).sort()
         first = torch.empty_like(columns)
         first[order] = torch.cumsum(tokens[columns], 0) - tokens[columns]
@@ -223,6 +229,8 @@ class Fetches:
             rows=rows,
             positions=_positions(grid, numbers, columns),
             queries=self._queries_of(rank, rows),
+            attending=attending,
+            attending_at=attending_at,
             mask=self.workload.mask.take_blocks(numbers, columns) if len(rows) else None,
             one_to_one=not by_rows and self._is_one_to_one(of_ranks),
         )

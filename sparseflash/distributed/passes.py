@@ -30,11 +30,12 @@ from sparseflash.distributed.part import Heads, Step, Tokens, count
 from sparseflash.distributed.prepare import Prepared
 from sparseflash.distributed.shared_rows import SharedBackward, SharedForward, in_chunks
 from sparseflash.distributed.transport import Exchange
-from sparseflash.merge import add_in_place, merge_in_place
+from sparseflash.merge import add_in_place, copy_in_place, merge_in_place
 
 # Parts of a result, or of a gradient, that are added in its own dtype. More parts are added in
 # float32, which takes two more copies.
 MOST_ROUNDED = 4
+EVERY = slice(None)  # token
 
 
 class ContextParallelAttention(torch.autograd.Function):
@@ -128,17 +129,23 @@ def _put(
     whole: tuple[Tensor, Tensor], step: Step, result: tuple[Tensor, Tensor], merges: bool
 ) -> None:
     """Writes the (out, lse) of a step into those of all own queries, or merges it with them."""
-    queries = step.round.queries
+    each = step.round
     out, lse = (x[:, step.heads.of(x.shape[1])] for x in whole)
     if merges:
-        merge_in_place(out, lse, result[0], result[1], queries)
+        merge_in_place(out, lse, *result, each.attending, each.attending_at)
     else:
-        out[:, :, queries], lse[:, :, queries] = result
+        copy_in_place(out, result[0], each.queries)
+        lse[:, :, each.queries] = result[1]
 
 
 def _queries_of(tensor: Tensor, step: Step) -> Tensor:
     """The heads and tokens of a step out of a tensor (batch, heads, own tokens, ...)."""
-    return tensor[:, step.heads.of(tensor.shape[1])][:, :, step.round.queries]
+    tensor, queries = tensor[:, step.heads.of(tensor.shape[1])], step.round.queries
+    if isinstance(queries, slice) or tensor.dim() < 4:
+        return tensor[:, :, queries]
+    found = tensor.new_empty(*tensor.shape[:2], len(queries), tensor.shape[3])
+    copy_in_place(found, tensor, slice(None), queries)
+    return found
 
 
 class _Held(NamedTuple):
@@ -147,6 +154,7 @@ class _Held(NamedTuple):
     heads: Heads
     tokens: Tokens
     grad: Tensor
+    at: Tokens  # the index of each token in the gradient
 
 
 class _Backward:
@@ -312,7 +320,7 @@ class _Backward:
         if grads is None:
             return
         each, heads = self._steps[number]
-        self._hold(0, heads, each.queries, grads[0])
+        self._hold(0, heads, each.attending, grads[0], each.attending_at)
         if count(each.own):
             for i in (1, 2):
                 grad = grads[i]
@@ -320,16 +328,20 @@ class _Backward:
                 self._hold(i, heads, each.own, own)
         self._extras.append((number, grads[3:]))
 
-    def _hold(self, i: int, heads: Heads, tokens: Tokens, grad: Tensor | None) -> None:
-        """Holds a gradient, as one sum with those of the same tokens."""
+    def _hold(
+        self, i: int, heads: Heads, tokens: Tokens, grad: Tensor | None, at: Tokens = EVERY
+    ) -> None:
+        """Holds a gradient; those of query that have all own tokens as one sum."""
         if grad is None:
             return
         for number, each in enumerate(self._held[i]):
-            if each.heads == heads and _are_equal(each.tokens, tokens):
+            length = self._query.shape[2]
+            if i == 0 and each.heads == heads and each.grad.shape[2] == grad.shape[2] == length:
                 total = self._widened(i, each.grad)
-                self._held[i][number] = each._replace(grad=total.add_(grad))
+                add_in_place(total, grad, tokens, at)
+                self._held[i][number] = _Held(heads, slice(0, length), total, EVERY)
                 return
-        self._held[i].append(_Held(heads, tokens, grad))
+        self._held[i].append(_Held(heads, tokens, grad, at))
 
     def _add_held(self) -> None:
         """Adds what was held to the gradients of the own part."""
@@ -337,8 +349,8 @@ class _Backward:
         first = self._prepared.plan.split == "rows"
         for i, held in enumerate(self._held):
             while held:
-                heads, tokens, grad = held.pop()
-                _add(self._grads[i], heads, tokens, grad, first=first and i == 0)
+                heads, tokens, grad, at = held.pop()
+                _add(self._grads[i], heads, tokens, grad, at, first=first and i == 0)
                 del grad
         for number, grads in self._extras:
             self._add_extras(number, grads)
@@ -354,12 +366,12 @@ class _Backward:
                 self._grads[i] = self._widened(i, grad if i == 0 else _part_of(grad, tokens))
         if not self._of_step[0]:
             first = prepared.plan.split == "rows"
-            _add(self._grads[0], heads, each.queries, grads[0], first=first)
+            at = each.attending_at
+            _add(self._grads[0], heads, each.attending, grads[0], at, first=first)
         if count(each.own) and not self._of_step[1]:
             for i in (1, 2):
-                grad = grads[i]
-                grad = None if grad is None else grad[:, :, each.own_at]
-                _add(self._grads[i], heads, each.own, grad, first=prepared.own is None)
+                first = prepared.own is None
+                _add(self._grads[i], heads, each.own, grads[i], each.own_at, first=first)
         self._add_extras(number, grads[3:])
 
     def _add_extras(self, number: int, grads: tuple[Tensor | None, ...]) -> None:
@@ -396,15 +408,11 @@ def _unwritten(like: Tensor) -> Tensor:
 
 def _part_of(grad: Tensor, tokens: Tokens) -> Tensor:
     """Some tokens of a gradient, without a view that keeps more than twice its own memory."""
-    found = grad[:, :, tokens]
-    return found.clone() if 2 * found.numel() < grad.numel() and found._is_view() else found
-
-
-def _are_equal(first: Tokens, second: Tokens) -> bool:
-    """Whether two choices are known to be of the same tokens."""
-    return first is second or (
-        isinstance(first, slice) and isinstance(second, slice) and first == second
-    )
+    if isinstance(tokens, slice) and 2 * count(tokens) >= grad.shape[2]:
+        return grad[:, :, tokens]
+    found = grad.new_empty(*grad.shape[:2], count(tokens), grad.shape[3])
+    copy_in_place(found, grad, EVERY, tokens)
+    return found
 
 
 def free(tensors: Sequence[Tensor]) -> None:
@@ -418,16 +426,22 @@ def _is_freed(tensor: Tensor) -> bool:
 
 
 def _add(
-    total: Tensor | None, heads: Heads, tokens: Tokens, grad: Tensor | None, *, first: bool
+    total: Tensor | None,
+    heads: Heads,
+    tokens: Tokens,
+    grad: Tensor | None,
+    at: Tokens = EVERY,
+    *,
+    first: bool,
 ) -> None:
-    """Adds the gradients of some tokens to `total`, or writes them if they are the first."""
+    """Adds tokens `at` of a gradient to `tokens` of `total`, or writes them if they are first."""
     if total is None or grad is None:
         return
     total = total[:, heads.of(total.shape[1])]
     if first:
-        total[:, :, tokens] = grad.to(total.dtype)
+        copy_in_place(total, grad, tokens, at)
     else:
-        add_in_place(total, grad, tokens)
+        add_in_place(total, grad, tokens, at)
 
 
 class _Layout(NamedTuple):
@@ -487,24 +501,13 @@ def contiguous(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous():
         return tensor
     made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    every = slice(0, tensor.shape[2])
-    copy(made, every, tensor, every)
+    copy(made, EVERY, tensor, EVERY)
     return made
 
 
 def copy(target: Tensor, at: Tokens, source: Tensor, tokens: Tokens) -> None:
-    """Copies some tokens of `source` to tokens of `target`, both in dim 2."""
-    if isinstance(tokens, slice):
-        target[:, :, at] = source[:, :, tokens]
-    elif isinstance(at, slice) and source.is_contiguous() and target[:, :, at].is_contiguous():
-        # As rows of a matrix, which torch copies much faster than slices of an inner dim.
-        first = torch.arange(source.shape[:2].numel(), device=tokens.device) * source.shape[2]
-        index = (first.unsqueeze(1) + tokens).flatten()
-        torch.index_select(
-            source.flatten(0, 2), 0, index, out=target[:, :, at].view(-1, target.shape[3])
-        )
-    else:
-        target[:, :, at] = source.index_select(2, tokens)
+    """Copies tokens of keys, values or gradients of them to tokens `at` of `target`."""
+    copy_in_place(target, source, at, tokens)
 
 
 class _Fetch:

@@ -7,7 +7,7 @@ What a `Compiler` may ask of it:
     products ARCHITECTURE    whether float32 products are in TF32
     parameters ARCHITECTURE  bytes of the parameters of kernels, declared and packed
     layouts ARCHITECTURE     kernels compiled for tensors of many strides
-    rows ARCHITECTURE        loads and stores of the kernels that merge and add rows
+    rows ARCHITECTURE        loads and stores of the kernels that merge, add and copy rows
     warmup ARCHITECTURE      kernels compiled by sparseflash.warmup, and by calls after it
 """
 
@@ -28,8 +28,12 @@ from sparseflash.backends.triton.kernels.dkdv import key_value_gradient_kernel
 from sparseflash.backends.triton.kernels.dq import query_gradient_kernel
 from sparseflash.backends.triton.kernels.ds_sums import ds_sums_kernel
 from sparseflash.backends.triton.kernels.forward import forward_kernel
-from sparseflash.backends.triton.kernels.merge import add_rows_kernel, merge_rows_kernel
-from sparseflash.backends.triton.merge import ROWS, add_rows, merge_rows
+from sparseflash.backends.triton.kernels.merge import (
+    add_rows_kernel,
+    copy_rows_kernel,
+    merge_rows_kernel,
+)
+from sparseflash.backends.triton.merge import ROWS, add_rows, copy_rows, merge_rows
 from sparseflash.backends.triton_common import launcher, relaunch
 from sparseflash.dispatch.call import Positions
 from sparseflash.dispatch.compile import _compiled
@@ -297,7 +301,9 @@ def report_layouts(architecture: int):
         out = storage.as_strided(sizes, strides, offset)
         merge_rows(out, lse, out, torch.empty(1, 2, 40), None)
         merge_rows(out, torch.empty(1, 2, 40), out, lse, torch.arange(40))
-        add_rows(out, out, torch.arange(40))
+        for total in (out, out.float()):
+            add_rows(total, out, torch.arange(40))
+            copy_rows(total, out, None, torch.arange(40))
     yield VARIANTS.report()
 
 
@@ -308,17 +314,19 @@ def report_rows(architecture: int):
         by_token = torch.empty(50, 1, 4, dims, dtype=dtype).permute(1, 2, 0, 3)
         parts, of_a_thread = (total[:, :, 50:], by_token), ROWS * configs.padded_dims(dims) // 128
         for part, rows in itertools.product(parts, (None, torch.arange(50))):
-            for kernel in (merge_rows_kernel, add_rows_kernel):
+            kernels = {merge_rows_kernel: 2, add_rows_kernel: 2, copy_rows_kernel: 1}
+            for kernel in kernels:
                 kernel.device_caches.clear()
-            merge_rows(total, lse, part, torch.empty(1, 4, 50), rows)
-            if rows is not None:
-                add_rows(total, part, rows)
-            for kernel in (merge_rows_kernel, add_rows_kernel)[: 1 if rows is None else 2]:
+            merge_rows(total, lse, part, torch.empty(1, 4, 50), rows, rows)
+            add_rows(total, part, rows)
+            copy_rows(total, part, None, rows)
+            for kernel, loaded in kernels.items():
                 (found,) = compiled(kernel)
                 yield {
                     "variant": f"{kernel.__name__} {dtype} d{dims} {part.stride()} {rows is None}",
                     "accesses": accesses_of_globals(found.asm["ptx"]),
                     "16 bytes of a thread": of_a_thread * dtype.itemsize // 16,
+                    "loaded": loaded,
                 }
 
 

@@ -9,7 +9,7 @@ import masks
 import sparseflash
 from masks import BlockMask
 from sparseflash import merge_attention
-from sparseflash.merge import add_sinks, merge_in_place
+from sparseflash.merge import add_in_place, add_sinks, copy_in_place, merge_in_place
 from sparseflash.reference import standard_attention
 from sparseflash.testing import check_attention, make_inputs
 
@@ -149,3 +149,23 @@ def test_merging_in_place_is_merging():
             torch.testing.assert_close(whole[:, :, rows], expected[0], atol=within, rtol=within)
             torch.testing.assert_close(whole_lse[:, :, rows], expected[1])
             assert int((whole_lse == 7).sum()) == 3 * 10
+
+
+@pytest.mark.parametrize("rows", [slice(3, 13), torch.arange(20).flip(0)[::2]])
+@pytest.mark.parametrize("part_rows", [slice(5, 15), torch.randperm(30)[:10]])
+def test_tokens_of_a_part_are_merged_added_and_copied(rows, part_rows):
+    out, part = torch.randn(1, 2, 20, 4), torch.randn(1, 2, 30, 4)
+    lse, part_lse = torch.randn(1, 2, 20), torch.randn(1, 2, 30)
+    chosen, chosen_lse = part[:, :, part_rows], part_lse[:, :, part_rows]
+    merged, added, copied = (out.clone() for _ in range(3))
+    merged[:, :, rows], _ = merge_attention(
+        [out[:, :, rows], chosen], [lse[:, :, rows], chosen_lse]
+    )
+    added[:, :, rows] += chosen
+    copied[:, :, rows] = chosen
+    found = [out.clone() for _ in range(3)]
+    merge_in_place(found[0], lse, part, part_lse, rows, part_rows)
+    add_in_place(found[1], part, rows, part_rows)
+    copy_in_place(found[2], part, rows, part_rows)
+    for x, expected in zip(found, (merged, added, copied), strict=True):
+        torch.testing.assert_close(x, expected)

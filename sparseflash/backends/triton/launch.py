@@ -231,11 +231,12 @@ def launch_with_layout(
         constants: Its constants, and options of the compiler.
     """
     strides, aligned = _strides_and_alignment(tensors)
-    first = tensors[0]
-    scaled, layout = _layout(first.element_size(), strides, aligned)
+    size = max([x.element_size() for x in tensors])
+    scaled, layout = _layout(size, strides, aligned)
     # None is a constant of the kernel, and an integer of 64 bits has another type.
     kinds = tuple([x >= 2**31 if isinstance(x, int) else x is None for x in others])
-    variant = (first.device, first.dtype, layout, kinds, *constants.items())
+    dtypes = tuple([x.dtype for x in tensors])
+    variant = (tensors[0].device, dtypes, layout, kinds, *constants.items())
     arguments = (*_interleaved(tensors, scaled), *others)
     launch(kernel, grid, arguments, variant, constants | layout.constants)
 

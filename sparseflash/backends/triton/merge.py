@@ -1,4 +1,4 @@
-"""The host side of the kernels that merge and add rows."""
+"""The host side of the kernels that merge, add and copy rows."""
 
 from typing import Any
 
@@ -6,56 +6,73 @@ import triton
 from torch import Tensor
 
 from sparseflash.backends.triton import configs
-from sparseflash.backends.triton.kernels.merge import add_rows_kernel, merge_rows_kernel
+from sparseflash.backends.triton.kernels.merge import (
+    add_rows_kernel,
+    copy_rows_kernel,
+    merge_rows_kernel,
+)
 from sparseflash.backends.triton.launch import launch_with_layout
 
 ROWS = 32  # of a program; with 128 dims in 16 bits a warp reads four rows at a time
 
 
 def merge_rows(
-    out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, rows: Tensor | None
+    out: Tensor,
+    lse: Tensor,
+    part_out: Tensor,
+    part_lse: Tensor,
+    rows: Tensor | None,
+    part_rows: Tensor | None = None,
 ) -> None:
-    """Merges a part into rows of (out, lse); see sparseflash.merge.merge_in_place.
+    """Merges rows of a part into rows of (out, lse); see sparseflash.merge.merge_in_place.
 
     Args:
         out, lse: (batch, heads, tokens, value_dim) and float32 (batch, heads, tokens).
-        part_out, part_lse: The same for q_len rows; part_out has the dtype of out.
-        rows: int64 (q_len,), the token of each row of the part, all different; None if the part
-            has all tokens.
+        part_out, part_lse: The same of the part; part_out has the dtype of out.
+        rows: int64, the token of each row in out, all different; None if they are all in order.
+        part_rows: int64, the token of each row in part_out; None if they are all in order.
     """
-    batch, heads, q_len, value_dim = part_out.shape
-    launch_with_layout(
-        merge_rows_kernel,
-        (triton.cdiv(q_len, ROWS), heads, batch),
-        (out, part_out),
-        # Not among the tensors above: token strides of 1 would leave them a common alignment of 1.
-        (lse, *lse.stride(), part_lse, *part_lse.stride(), rows, q_len),
-        _constants(value_dim),
-    )
+    # Strides of the LSE are passed as they are: with token strides of 1 among those of the tensors
+    # the common alignment would be 1.
+    lses = (lse, *lse.stride(), part_lse, *part_lse.stride())
+    _launch(merge_rows_kernel, (out, part_out), lses, rows, part_rows)
 
 
-def add_rows(total: Tensor, part: Tensor, rows: Tensor) -> None:
-    """Adds rows of one dtype to others; see sparseflash.merge.add_in_place.
+def add_rows(
+    total: Tensor, part: Tensor, rows: Tensor | None, part_rows: Tensor | None = None
+) -> None:
+    """Adds rows of a part to rows of a total; see sparseflash.merge.add_in_place.
 
     Args:
-        total: (batch, heads, tokens, dims).
-        part: (batch, heads, q_len, dims), of the same dtype.
-        rows: As in merge_rows.
+        total, part: (batch, heads, tokens, dims), with numbers of tokens and dtypes of their own.
+        rows, part_rows: As in merge_rows.
     """
-    batch, heads, q_len, dims = part.shape
+    _launch(add_rows_kernel, (total, part), (), rows, part_rows)
+
+
+def copy_rows(
+    total: Tensor, part: Tensor, rows: Tensor | None, part_rows: Tensor | None = None
+) -> None:
+    """Copies rows of a part to rows of a total; arguments as in add_rows."""
+    _launch(copy_rows_kernel, (total, part), (), rows, part_rows)
+
+
+def _launch(
+    kernel: Any,
+    tensors: tuple[Tensor, Tensor],
+    others: tuple[Tensor | int, ...],
+    rows: Tensor | None,
+    part_rows: Tensor | None,
+) -> None:
+    total, part = tensors
+    batch, heads, _, dims = part.shape
+    counts = [len(x) for x in (rows, part_rows) if x is not None]
+    q_len = counts[0] if counts else min(total.shape[2], part.shape[2])
+    constants = {"VALUE_DIM": dims, "VALUE_DIMS": configs.padded_dims(dims), "ROWS": ROWS}
     launch_with_layout(
-        add_rows_kernel,
+        kernel,
         (triton.cdiv(q_len, ROWS), heads, batch),
-        (total, part),
-        (rows, q_len),
-        _constants(dims),
+        tensors,
+        (*others, rows, part_rows, q_len),
+        constants | {"enable_fp_fusion": True},
     )
-
-
-def _constants(dims: int) -> dict[str, Any]:
-    return {
-        "VALUE_DIM": dims,
-        "VALUE_DIMS": configs.padded_dims(dims),
-        "ROWS": ROWS,
-        "enable_fp_fusion": True,
-    }

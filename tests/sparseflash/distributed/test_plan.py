@@ -9,6 +9,8 @@ import masks
 from masks import BlockMask
 from sparseflash.distributed import ContextPlan, make_plan
 from sparseflash.distributed.assign import GROWING_CHUNKS, STRATEGIES
+from sparseflash.distributed.model import divide_blocks
+from sparseflash.distributed.part import count
 from tests.helpers.dense_masks import SIDES, dense_masks
 
 CAUSAL = masks.causal()(4096, 64)
@@ -254,6 +256,19 @@ def test_whole_shards_are_exchanged_in_pairs_of_ranks():
         (True, [0, 0, 0, 0]),
         (True, [0, 0, 128, 0]),
     ]
+
+
+def test_only_rows_that_attend_are_merged():
+    """All rows are in the mask of a round if many that are not consecutive attend its keys."""
+    plan = make_plan(masks.butterfly()(16384, 64), 2, "graph growing", split="keys")
+    (each,) = plan.part(0).rounds
+    waiting = int(divide_blocks(plan.workload, plan.owner, 2).waiting_rows[0])
+    assert len(each.rows) == 128
+    assert 64 * waiting == len(each.attending) < count(each.queries)
+    assert each.attending_at is each.attending
+    window = make_plan(masks.local((100, 0))(4096, 64), 2, "contiguous", split="keys").part(1)
+    (each,) = window.rounds
+    assert each.attending == each.queries == each.attending_at == slice(0, 128)
 
 
 def test_keys_of_ranks_that_are_mixed_arrive_in_rounds():

@@ -2,8 +2,9 @@
 
     lse = log(exp(lse) + exp(part_lse)),    out = exp(lse_old - lse) out + exp(part_lse - lse) part
 
-A program merges ROWS rows of a head. Each row is read and written once. Another kernel adds rows
-in the same way.
+A program merges ROWS rows of a head. Each row is read and written once. Other kernels add and copy
+rows in the same way. `rows` and `part_rows` have the index of each of the q_len rows in the result
+and in the part; None if it is that of the row itself.
 """
 
 from typing import NamedTuple
@@ -18,14 +19,13 @@ from sparseflash.backends.triton.kernels.signature import unspecialized
 class Rows(NamedTuple):
     """The rows of a program.
 
-    token: int64 (ROWS,), index among the rows of the part
-    row: int64 (ROWS,), index among the rows of the result
-    valid: bool (ROWS,), whether the part has this row
+    row, part_row: int64 (ROWS,), index among the rows of the result, and of the part
+    valid: bool (ROWS,), whether there is such a row
     head, batch: of all of them
     """
 
-    token: tl.tensor
     row: tl.tensor
+    part_row: tl.tensor
     valid: tl.tensor
     head: tl.tensor
     batch: tl.tensor
@@ -40,14 +40,16 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def rows_of_program(rows, q_len, ROWS: tl.constexpr):
-    """`rows` has the row of the result for each of q_len rows of the part; None if in order."""
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    valid = token < q_len
-    row = token.to(tl.int64)
+def rows_of_program(rows, part_rows, q_len, ROWS: tl.constexpr):
+    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = number < q_len
+    row = number.to(tl.int64)
+    part_row = number.to(tl.int64)
     if rows is not None:
-        row = tl.load(rows + token, mask=valid, other=0)
-    return Rows(token.to(tl.int64), row, valid, tl.program_id(1), tl.program_id(2))
+        row = tl.load(rows + number, mask=valid, other=0)
+    if part_rows is not None:
+        part_row = tl.load(part_rows + number, mask=valid, other=0)
+    return Rows(row, part_row, valid, tl.program_id(1), tl.program_id(2))
 
 
 @triton.jit
@@ -59,7 +61,7 @@ def tiles_of_rows(
     totals = tensors.one_head(total, total_strides, these.batch, these.head, ALIGN, INDEX)
     parts = tensors.one_head(part, part_strides, these.batch, these.head, ALIGN, INDEX)
     of_total = (these.row * totals.token_stride)[:, None] + (dims * totals.dim_stride)[None, :]
-    of_part = (these.token * parts.token_stride)[:, None] + (dims * parts.dim_stride)[None, :]
+    of_part = (these.part_row * parts.token_stride)[:, None] + (dims * parts.dim_stride)[None, :]
     inside = these.valid[:, None] & (dims < VALUE_DIM)[None, :]
     return Tiles(totals.start + of_total, parts.start + of_part, inside)
 
@@ -70,16 +72,16 @@ def merge_rows_kernel(
     part_out, part_out_batch, part_out_head, part_out_token, part_out_dim,
     lse, lse_batch, lse_head, lse_token,
     part_lse, part_lse_batch, part_lse_head, part_lse_token,
-    rows, q_len,
+    rows, part_rows, q_len,
     VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, ROWS: tl.constexpr,
     ALIGN: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """`rows` as in rows_of_program; strides of the LSE are in elements, not in units of ALIGN."""
-    these = rows_of_program(rows, q_len, ROWS)
+    """Strides of the LSE are in elements, not in units of ALIGN."""
+    these = rows_of_program(rows, part_rows, q_len, ROWS)
     head, batch = these.head.to(tl.int64), these.batch.to(tl.int64)
     lse_pointers = lse + batch * lse_batch + head * lse_head + these.row * lse_token
     first = tl.load(lse_pointers, mask=these.valid, other=float("-inf"))
-    of_part = batch * part_lse_batch + head * part_lse_head + these.token * part_lse_token
+    of_part = batch * part_lse_batch + head * part_lse_head + these.part_row * part_lse_token
     second = tl.load(part_lse + of_part, mask=these.valid, other=float("-inf"))
     largest = tl.maximum(first, second)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
@@ -108,12 +110,11 @@ def merge_rows_kernel(
 def add_rows_kernel(
     total, total_batch, total_head, total_token, total_dim,
     part, part_batch, part_head, part_token, part_dim,
-    rows, q_len,
+    rows, part_rows, q_len,
     VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, ROWS: tl.constexpr,
     ALIGN: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """`rows` as in rows_of_program."""
-    these = rows_of_program(rows, q_len, ROWS)
+    these = rows_of_program(rows, part_rows, q_len, ROWS)
     total_strides = (total_batch, total_head, total_token, total_dim)
     part_strides = (part_batch, part_head, part_token, part_dim)
     at = tiles_of_rows(
@@ -122,3 +123,21 @@ def add_rows_kernel(
     tile = tl.load(at.total, mask=at.inside, other=0.0).to(tl.float32)
     more = tl.load(at.part, mask=at.inside, other=0.0).to(tl.float32)
     tl.store(at.total, (tile + more).to(total.dtype.element_ty), mask=at.inside)
+
+
+@triton.jit(**unspecialized("total", "part"))
+def copy_rows_kernel(
+    total, total_batch, total_head, total_token, total_dim,
+    part, part_batch, part_head, part_token, part_dim,
+    rows, part_rows, q_len,
+    VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, ROWS: tl.constexpr,
+    ALIGN: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    these = rows_of_program(rows, part_rows, q_len, ROWS)
+    total_strides = (total_batch, total_head, total_token, total_dim)
+    part_strides = (part_batch, part_head, part_token, part_dim)
+    at = tiles_of_rows(
+        total, total_strides, part, part_strides, these, VALUE_DIM, VALUE_DIMS, ALIGN, INDEX
+    )
+    tile = tl.load(at.part, mask=at.inside, other=0.0)
+    tl.store(at.total, tile.to(total.dtype.element_ty), mask=at.inside)

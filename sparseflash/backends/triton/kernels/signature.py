@@ -24,5 +24,6 @@ def unspecialized(*tensors: str) -> dict[str, list[str]]:
             *OF_SCORES,
             "block_positions",
             "rows",
+            "part_rows",
         ],
     )
