@@ -20,8 +20,8 @@ from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from masks.analysis import PixelReach, ReceptiveField
-    from masks.analysis.reach import Progress
     from masks.block_mask import BlockMask
+    from masks.progress import Progress
 
 DEFAULT = "draw"  # the command of a line that begins with a pattern
 

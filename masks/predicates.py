@@ -1,7 +1,6 @@
 """Block masks from functions of tokens or of blocks, evaluated at every pair."""
 
 import functools
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,9 +15,9 @@ from masks._core.intervals import concatenate, from_bool_matrix
 from masks._core.ranges import Spans
 from masks.block_mask import BlockMask
 from masks.builders import BLOCKS_AT_ONCE, from_runs
+from masks.progress import late_bar
 
 PAIRS_FOR_THREADS = 1 << 24  # fewer are read before threads have started
-SECONDS_UNTIL_BAR = 2.0
 
 
 def from_predicate(
@@ -109,23 +108,11 @@ def _in_threads(read: Callable, strips: list) -> Iterator:
 
 
 def _with_progress(label: str, run: Callable, read: Callable, strips: list) -> Iterator:
-    """run(read, strips), with a bar on the terminal's standard error from SECONDS_UNTIL_BAR on."""
-    began, bar, task = time.monotonic(), None, None
-    try:
+    """run(read, strips), with a progress bar if it takes long."""
+    with late_bar(label) as progress:
         for done, result in enumerate(run(read, strips), 1):
-            if bar is None and time.monotonic() - began > SECONDS_UNTIL_BAR:
-                from rich.console import Console  # it takes 0.1 s to import
-                from rich.progress import Progress
-
-                bar = Progress(console=Console(stderr=True), transient=True)
-                task = bar.add_task(label, total=len(strips))
-                bar.start()
-            if bar is not None and task is not None:
-                bar.update(task, completed=done)
+            progress(done, len(strips))
             yield result
-    finally:
-        if bar is not None:
-            bar.stop()
 
 
 def _evaluate(name: str, attends: Callable, q: Tensor, k: Tensor, shape: tuple) -> Tensor:

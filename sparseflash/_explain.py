@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from masks import BlockMask
 from masks._core.grid import BLOCK_SIDES
 from masks.mask_batch import CompiledMask
+from masks.progress import Progress, late_bar
 from sparseflash import backends, io_model
 from sparseflash._attention import attention
 from sparseflash.arguments import (
@@ -34,9 +35,10 @@ from sparseflash.gap import ROUNDS, SECONDS, Gap, split, variants
 from sparseflash.io_model import device_like
 from sparseflash.options import AttentionOptions, OptionKeywords
 from sparseflash.score import checked_score_tensors
-from sparseflash.timing import Progress, Turn, rested_turns, sustained_ms
+from sparseflash.timing import Turn, rested_turns, sustained_ms
 
 TIMED = {"device": "measured", "full": "full", "dense": "dense"}  # fields of Explanation
+MOST_SECONDS = 10.0  # of the rounds of a pass, unless two rounds take longer
 SIDES = (64, 128)  # of blocks in which a mask may be faster
 FASTER = 0.9  # blocks of another size are recommended below this ratio of predicted times
 
@@ -164,8 +166,11 @@ def explain(
             dense attention is also without softcap, score, bias, sinks and key_lengths. The times
             are rested. On a GPU the call is also timed under continuous load. A mask of density s
             should take s times as long as the full mask; the additional time is split into causes
-            by timing modified masks (see sparseflash.gap).
-        progress: Called with (finished rounds of measurement, least number of rounds).
+            by timing modified masks (see sparseflash.gap). There are at least six rounds of each
+            pass, and fewer if they take more than 10 seconds, but not fewer than two. In a round
+            each of up to seven functions has two turns, of one call if calls are long.
+        progress: Called with (steps of the measurement that are done, least number of steps). By
+            default there is a progress bar on the terminal's standard error after two seconds.
         **options: As in sparseflash.attention.
 
     Returns:
@@ -276,17 +281,19 @@ def _measured(
     """The turns of both passes of functions of query, key and value, by direction; and the
     sustained milliseconds of "device". A pass is measured for longer if its gap is noisy.
     """
+    if progress is None:
+        with late_bar("measuring") as bar:
+            return _measured(runs_of, bar, gap_of, *tensors)
 
     def turns_of(number: int, runs: Mapping[str, Callable[[], object]]) -> Pass:
         def report(done: int, total: int) -> None:
-            if progress is not None:
-                progress(number * total + done, 2 * total)
+            progress(number * total + done, 2 * total)
 
         def enough(turns: Pass) -> bool:
             gap = gap_of.get(io_model.DIRECTIONS[number])
             return gap is None or gap(turns).quiet
 
-        return rested_turns(runs, device, SECONDS, ROUNDS, report, enough)
+        return rested_turns(runs, device, SECONDS, ROUNDS, report, enough, MOST_SECONDS)
 
     inputs = [x.clone().requires_grad_() for x in tensors]
     device = inputs[0].device

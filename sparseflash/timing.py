@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+
+from masks.progress import Progress
 
 WARM_UP_MS, COUNTED_MS = 1.0, 3.0  # of calls in a turn on a GPU
 MOST_PAUSE_MS = 50.0  # after this pause the clock is no longer limited by power
@@ -28,12 +30,16 @@ MOST_CALLS = 100
 CYCLES = 2e9  # clock cycles per second, at least those of any device
 SETTLE_MS, SUSTAINED_MS = 100.0, 100.0  # of calls under continuous load, not counted and counted
 CPU_MS, CPU_CALLS = 2.0, 20  # most time and most calls of a turn on a CPU
-ESTIMATES = 3  # calls from which the number of calls of a turn is computed
+LONG_SECONDS = 0.5  # of a first call on a CPU, after which a turn has one call without an estimate
+ESTIMATES = 3  # calls, at most, from which the number of calls of a turn is computed
 MOST_ROUNDS = 50
+FEWEST_ROUNDS = 2  # without which times have no spread
 EXTENDED = 2.0  # most time of rounds that are not enough, over that of rounds that are
 
 Run = Callable[[], object]
-Progress = Callable[[int, int], None]
+
+
+Step = TypeVar("Step")
 
 
 class Turn(NamedTuple):
@@ -70,6 +76,7 @@ def rested_turns(
     least_rounds: int,
     progress: Progress | None = None,
     enough: Callable[[dict[str, list[Turn]]], bool] = lambda turns: True,
+    most_seconds: float = math.inf,
 ) -> dict[str, list[Turn]]:
     """Measures functions in rounds.
 
@@ -78,15 +85,27 @@ def rested_turns(
         device: Device on which they run.
         seconds: Time after which no further round begins, unless there are not enough.
         least_rounds: Least number of rounds, whatever time they take.
-        progress: Called with (rounds, least_rounds) after each of the least rounds.
+        progress: Called with (steps done, least number of steps). A step is a turn of a function,
+            or the calls from which the length of its turns is computed.
         enough: Called with the times of all rounds: whether they are enough. As long as it says
             no, further rounds begin until twice `seconds` have passed.
+        most_seconds: Time after which no further round begins even if there are fewer than
+            `least_rounds`; there are always FEWEST_ROUNDS.
 
     Returns:
         For each function its time in each round, the mean of its two turns.
     """
+    done, steps = 0, len(runs) * (1 + 2 * least_rounds)
+
+    def counted(result: Step) -> Step:
+        nonlocal done
+        done += 1
+        if progress is not None and done <= steps:
+            progress(done, steps)
+        return result
+
     with no_garbage_collection():
-        planned = {name: _planned(run, device) for name, run in runs.items()}
+        planned = {name: counted(_planned(run, device)) for name, run in runs.items()}
         pause_ms = max(
             min(max(calls.busy_ms for calls in planned.values()), MOST_PAUSE_MS),
             HOST_AHEAD * max(calls.enqueued_ms for calls in planned.values()),
@@ -95,6 +114,8 @@ def rested_turns(
         begin = time.perf_counter()
         while len(rounds) < MOST_ROUNDS:
             passed = time.perf_counter() - begin
+            if len(rounds) >= FEWEST_ROUNDS and passed > most_seconds:
+                break
             if len(rounds) >= least_rounds and (
                 passed > EXTENDED * seconds
                 or (passed > seconds and enough(_by_name(planned, rounds)))
@@ -102,14 +123,12 @@ def rested_turns(
                 break
             first = len(rounds) % len(planned)
             order = [*planned, *planned][first : first + len(planned)]
-            done = {name: [_turn(planned[name], device, pause_ms)] for name in order}
-            for name in reversed(order):
-                done[name].append(_turn(planned[name], device, pause_ms))
+            of_names: dict[str, list[Turn]] = {name: [] for name in order}
+            for name in [*order, *reversed(order)]:
+                of_names[name].append(counted(_turn(planned[name], device, pause_ms)))
             rounds.append(
-                {name: Turn(*map(fmean, zip(*of, strict=True))) for name, of in done.items()}
+                {name: Turn(*map(fmean, zip(*of, strict=True))) for name, of in of_names.items()}
             )
-            if progress is not None and len(rounds) <= least_rounds:
-                progress(len(rounds), least_rounds)
     return _by_name(planned, rounds)
 
 
@@ -168,15 +187,22 @@ def _planned(run: Run, device: torch.device) -> _Calls:
 
 def _estimate(run: Run, device: torch.device) -> tuple[float, float]:
     """(milliseconds of a call, milliseconds of the host to enqueue it)."""
+    begin = time.perf_counter()
     run()
     _wait(device)
-    begin = time.perf_counter()
-    for _ in range(ESTIMATES):
+    first = time.perf_counter() - begin
+    if device.type != "cuda" and first > LONG_SECONDS:
+        return first * 1e3, 0.0
+    count, begin = 0, time.perf_counter()
+    while count < ESTIMATES:
         run()
+        count += 1
+        if device.type != "cuda" and time.perf_counter() - begin > CPU_MS / 1e3:
+            break  # a turn has one call
     enqueued = time.perf_counter() - begin
     _wait(device)
     both = (time.perf_counter() - begin, enqueued)
-    each_ms, host_ms = (max(seconds * 1e3 / ESTIMATES, 1e-3) for seconds in both)
+    each_ms, host_ms = (max(seconds * 1e3 / count, 1e-3) for seconds in both)
     return each_ms, host_ms
 
 

@@ -1,6 +1,6 @@
 """Receptive fields: which tokens are connected after each layer of a model."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from masks.analysis.graph import TokenGraph, as_list, is_causal, token_graph
 from masks.arguments import check_integer, check_integers
 from masks.block_mask import BlockMask
+from masks.progress import Progress
 
 MAX_LAYERS = 32  # default number of layers for a single mask
 MOST_LAYERS = 1 << 16
@@ -16,8 +17,6 @@ SAMPLES = 512
 CONFIDENCE = 0.95
 STATE_WORDS = 1 << 24  # 64-bit words of a state of propagation: 128 MiB
 COUNTED_AT_ONCE = 1 << 24  # bits
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from masks._parse import as_pattern
 from masks.analysis import receptive_field
 from masks.analysis.counts import attended_pairs, computed_pairs
 from masks.arguments import check_integer
+from masks.progress import Progress
 from sparseflash import io_model
 from sparseflash._attention import attention
-from sparseflash.timing import Progress, median_ms
+from sparseflash.timing import median_ms
 
 EXACT_CLASSES = 1 << 12  # with more classes of tokens, keys are sampled
 SAMPLES = 512

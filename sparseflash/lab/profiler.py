@@ -12,9 +12,10 @@ from torch import Tensor, nn
 import masks
 from masks import BlockMask, Pattern
 from masks._parse import as_pattern
+from masks.progress import Progress
 from sparseflash._attention import attention
 from sparseflash.lab.capture import AttentionCall, attention_modules, captured, run, within
-from sparseflash.timing import Progress, median_ms
+from sparseflash.timing import median_ms
 
 SECONDS = 0.2  # of measurement for each pattern
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import masks
-from masks import BlockMask, predicates
+from masks import BlockMask, predicates, progress
 
 
 def test_predicates_are_read_by_threads_strip_by_strip(monkeypatch):
@@ -39,7 +39,7 @@ def test_long_readings_show_a_bar_on_a_terminal(monkeypatch):
     mine = masks.pattern(lambda q, k: q >= k)
     mine(300, 16)
     assert shown.getvalue() == ""
-    monkeypatch.setattr(predicates, "SECONDS_UNTIL_BAR", 0)
+    monkeypatch.setattr(progress, "SECONDS_UNTIL_BAR", 0)
     mine(300, 16)
     assert "reading" in shown.getvalue()
 

@@ -83,9 +83,10 @@ def test_times(monkeypatch):
         dropout_p=0.1,
         sinks=sinks,
         measure=True,
-        progress=lambda rounds, total: done.append((rounds, total)),
+        progress=lambda steps, total: done.append((steps, total)),
     )
-    assert done == [(rounds, 2 * ROUNDS) for rounds in range(1, 2 * ROUNDS + 1)]
+    least = 2 * 7 * (1 + 2 * ROUNDS)  # of both passes of seven functions
+    assert done == [(steps, least) for steps in range(1, least + 1)]
     assert found.density == mask.density
     for times in (found.measured, found.full, found.dense):
         assert times.forward > 0
@@ -94,6 +95,23 @@ def test_times(monkeypatch):
     total = found.measured.forward + found.measured.backward
     assert found.dense_is_faster == (found.dense.forward + found.dense.backward < total)
     assert ("dense attention is faster here" in str(found)) == found.dense_is_faster
+
+
+def test_slow_calls_are_measured_in_few_rounds_with_a_bar(monkeypatch, capsys):
+    """The bar is on the standard error, so that it is in no result."""
+    rounds = []
+    original = _explain.split
+    monkeypatch.setattr(
+        _explain, "split", lambda turns, *facts: (rounds.append(turns), original(turns, *facts))[1]
+    )
+    monkeypatch.setattr(_explain, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr("masks.progress.SECONDS_UNTIL_BAR", 0.0)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as if the standard error were a terminal
+    sparseflash.explain(*tensors(), masks.local(20), measure=True)
+    assert {len(turns["device"]) for turns in rounds} == {2}
+    shown = capsys.readouterr()
+    assert "measuring" in shown.err
+    assert not shown.out
 
 
 @pytest.fixture
@@ -144,7 +162,7 @@ def test_the_call_the_full_mask_and_dense_attention_are_timed(timed):
 def test_a_pass_is_measured_until_its_remainder_has_little_noise(monkeypatch):
     asked = []
 
-    def turns(runs, device, seconds, least_rounds, progress, enough):
+    def turns(runs, device, seconds, least_rounds, progress, enough, most_seconds):
         quiet = {name: [Turn(1.0, 0.0)] * 6 for name in runs}
         noisy = quiet | {"full": [Turn(1.0 + n % 3, 0.0) for n in range(6)]}
         asked.append((enough(quiet), enough(noisy)))

@@ -28,7 +28,7 @@ def test_the_second_half_of_a_round_is_the_first_reversed(monkeypatch):
     monkeypatch.setattr(timing, "CPU_MS", 0.0)
     runs = {"a": lambda: run("a", 0.002), "b": lambda: run("b", 0.006)}
     found = rested_turns(runs, CPU, 0.0, least_rounds=3)
-    planned = 1 + timing.ESTIMATES
+    planned = 2  # calls that are longer than a turn are estimated from one
     assert order[: 2 * planned] == ["a"] * planned + ["b"] * planned
     assert order[2 * planned :] == [*"abba", *"baab", *"abba"]
     assert len(found["a"]) == len(found["b"]) == 3
@@ -72,6 +72,15 @@ def test_rounds_go_on_until_they_are_enough_or_as_much_time_has_passed_again(mon
     assert len(more["call"]) == few + 3
     never = rested_turns(runs, CUDA, 0.2, 2, enough=lambda turns: False)
     assert len(never["call"]) == pytest.approx(2 * few, abs=1)
+
+
+def test_two_rounds_are_measured_however_long_they_take():
+    steps = []
+    runs = {"a": lambda: time.sleep(0.003), "b": lambda: None}
+    arguments = {"seconds": 60.0, "least_rounds": 5, "most_seconds": 0.0}
+    found = rested_turns(runs, CPU, **arguments, progress=lambda *step: steps.append(step))
+    assert [len(turns) for turns in found.values()] == [timing.FEWEST_ROUNDS] * 2
+    assert steps == [(step, 2 * (1 + 2 * 5)) for step in range(1, 2 * (1 + 2 * 2) + 1)]
 
 
 @pytest.mark.parametrize("device", [0.47, 1.6, 6.0])
