@@ -1,9 +1,11 @@
 """The arguments of the public functions, checked before anything is computed."""
 
+from collections.abc import MutableMapping
 from numbers import Integral
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from masks import DynamicMask, Pattern, full
 from masks.arguments import check_dtype, check_floating
@@ -11,6 +13,8 @@ from masks.mask_batch import CompiledMask
 
 AnyMask = Pattern | CompiledMask
 FULL = full()
+# Lengths on a GPU that were in range: the number of their changes in place, and k_len.
+_IN_RANGE: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The function that makes a mask from an object of another type. This BlockMask is FlexAttention's.
 _MAKERS = {
@@ -134,6 +138,9 @@ def check_key_lengths(lengths: Tensor, query: Tensor) -> None:
 def lengths_in_range(lengths: Tensor | None, k_len: int, device: torch.device) -> Tensor | None:
     """Key lengths as backends read them: int32, contiguous, on the device of the keys.
 
+    To read lengths on a GPU, the host waits for it. So they are read once, by the first of the
+    layers that share them, and again after they were changed in place.
+
     Raises:
         ValueError: A length is not in [0, k_len]. While a CUDA graph is captured, lengths are
             clamped instead.
@@ -143,9 +150,15 @@ def lengths_in_range(lengths: Tensor | None, k_len: int, device: torch.device) -
     if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
         lengths = lengths.clamp(0, k_len)
     else:
-        numbers = lengths.tolist()
-        if not all(0 <= n <= k_len for n in numbers):
-            raise ValueError(f"key_lengths must be 0 to {k_len}, got {numbers}")
+        # Tensors of inference_mode do not count their changes.
+        remembers = lengths.is_cuda and not lengths.is_inference()
+        state = (lengths._version, k_len) if remembers else None
+        if state is None or _IN_RANGE.get(lengths) != state:
+            numbers = lengths.tolist()
+            if not all(0 <= n <= k_len for n in numbers):
+                raise ValueError(f"key_lengths must be 0 to {k_len}, got {numbers}")
+            if state is not None:
+                _IN_RANGE[lengths] = state
     return lengths.to(device, torch.int32).contiguous()
 
 

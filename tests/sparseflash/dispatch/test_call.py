@@ -202,11 +202,32 @@ def test_lengths_on_a_gpu_are_clamped_while_a_graph_is_captured_and_else_checked
         assert clamped.tolist() == [0, 0, 10, 10]
         assert clamped.dtype == torch.int32
         return
-    with pytest.raises(ValueError, match=r"key_lengths must be 0 to 10, got \[-3, 0, 10, 99\]"):
-        lengths_in_range(lengths, 10, device)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"must be 0 to 10, got \[-3, 0, 10, 99\]"):
+            lengths_in_range(lengths, 10, device)
     lengths = torch.tensor([10, 0, 0, -1])
     with pytest.raises(ValueError, match="key_lengths must be 0 to 10"):
         lengths_in_range(lengths, 10, device)
+
+
+def test_lengths_on_a_gpu_are_read_once_and_after_each_change(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    read, tolist, device = [], OnGpu.tolist, torch.device("cpu")
+    monkeypatch.setattr(OnGpu, "tolist", lambda lengths: read.append(1) or tolist(lengths))
+    lengths = torch.tensor([3, 10]).as_subclass(OnGpu)
+    for _ in range(3):
+        lengths_in_range(lengths, 10, device)
+    assert len(read) == 1
+    with pytest.raises(ValueError, match=r"must be 0 to 9, got \[3, 10\]"):
+        lengths_in_range(lengths, 9, device)
+    lengths += 1
+    with pytest.raises(ValueError, match=r"must be 0 to 10, got \[4, 11\]"):
+        lengths_in_range(lengths, 10, device)
+    with torch.inference_mode():
+        lengths, read[:] = torch.tensor([3, 10]).as_subclass(OnGpu), []
+    for _ in range(2):
+        lengths_in_range(lengths, 10, device)
+    assert len(read) == 2  # their changes are not counted
 
 
 @pytest.fixture
