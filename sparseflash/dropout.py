@@ -15,12 +15,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-GROUP = 64  # keys whose bits are drawn together
-DIGITS = 16  # of the threshold, four for each call of philox
-ROUNDS = 7  # the fewest that pass all tests of BigCrush: Salmon et al. 2011, table 2
+from sparseflash.dropout_constants import DIGITS, GROUP, MULTIPLIERS, ROUNDS, WEYL
+
 _LOW = 0xFFFFFFFF
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(

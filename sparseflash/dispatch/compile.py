@@ -1,32 +1,40 @@
 """Compiles the kernels of both passes at the same time."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
 
+from masks.lookup_table import PREFETCH, BlockLists, LookupTable
 from masks.registry import Cache
 from sparseflash.dispatch.call import Call, Plan
 
 _compiled = Cache()
 
 
-def compile_passes(
-    calls: Iterable[tuple[Call, tuple[Tensor, Tensor, Tensor], tuple[bool, ...]]],
-) -> None:
+Pass = tuple[Call, tuple[Tensor, Tensor, Tensor], tuple[bool, ...]]
+
+
+def compile_passes(calls: Iterable[Pass], others: Iterable[Pass] = ()) -> None:
     """Compiles the kernels of some calls in parallel, without launching them.
 
     Args:
         calls: (call, (query, key, value), needs) of each call, with `needs` as in
             Backend.backward. Calls of backends that compile nothing are skipped.
+        others: Calls whose kernels are compiled too if the machine has free cores, but are not
+            waited for.
     """
     calls = [call for call in calls if call[0].plan.backend.compiles]
     if calls:
         from sparseflash.backends.triton_common.launcher import compile_only
 
         with torch.no_grad():
-            compile_only(lambda: [_pass_through(*call) for call in calls])
+            compile_only(
+                lambda: [_pass_through(*call) for call in calls],
+                lambda: [_pass_through(*call) for call in others],
+            )
 
 
 def _pass_through(call: Call, tensors: tuple[Tensor, Tensor, Tensor], needs: tuple[bool, ...]):
@@ -47,7 +55,37 @@ def compile_before_first_call(
     if variant in _compiled or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     _compiled[variant] = True
-    compile_passes([(call, tensors, needs)])
+    others = [(other, tensors, needs) for other in _calls_of_other_masks(call)]
+    compile_passes([(call, tensors, needs)], others)
+
+
+def _calls_of_other_masks(call: Call) -> Iterator[Call]:
+    """The call with tables for which other kernels may be compiled.
+
+    A kernel is for masks with or without partial blocks, and for a static or a dynamic tile
+    scheduler.
+    """
+    plan = call.plan
+    for partial, balanced in product((True, False), repeat=2):
+        forward = plan.forward
+        if forward is not None:
+            forward = replace(forward, table=_table_like(forward.table, partial, balanced))
+        table = _table_like(plan.table, partial, balanced)
+        yield replace(call, plan=replace(plan, table=table, forward=forward))
+
+
+def _table_like(table: LookupTable, partial: bool, balanced: bool) -> LookupTable:
+    """A table of the same sizes that kernels are compiled for, and that none can read."""
+
+    def lists_like(lists: BlockLists) -> BlockLists:
+        partial_index = lists.partial_index.new_empty(PREFETCH + partial)
+        max_blocks = None
+        if balanced:
+            max_blocks = (lists.total_blocks or 0) // lists.schedule.numel()
+        return replace(lists, partial_index=partial_index, max_blocks=max_blocks)
+
+    by_query, by_key = lists_like(table.by_query), lists_like(table.by_key)
+    return replace(table, by_query=by_query, by_key=by_key, bit_tiles=table.bit_tiles[:1])
 
 
 def _compiled_for(plan: Plan) -> tuple[Hashable, ...]:

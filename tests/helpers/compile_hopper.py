@@ -5,14 +5,20 @@ What a `Compiler` may ask of it:
     three HEAD_DIM      what it made of forward kernels of three warpgroups
     calls HEAD_DIM      kernels compiled by calls of many lengths
     layouts HEAD_DIM    kernels compiled for tensors of many strides
+    second HEAD_DIM     whether the first calls of two masks found their kernels compiled
     refused HEAD_DIM    what is said of score functions that return tiles of other shapes
 """
 
+import os
 import re
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
 
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 import masks
 from masks import BlockMask
@@ -22,6 +28,8 @@ from sparseflash.backends.hopper.kernels.backward_dkdv import backward_dkdv_kern
 from sparseflash.backends.hopper.kernels.backward_dq import backward_dq_kernel
 from sparseflash.backends.hopper.kernels.backward_fused import backward_fused_kernel
 from sparseflash.backends.hopper.kernels.forward import forward_kernel
+from sparseflash.backends.triton_common import workers
+from sparseflash.dispatch.compile import compile_before_first_call
 from sparseflash.score import ScoreFunction
 from tests.helpers.calls import call_on
 from tests.helpers.compile_only import (
@@ -214,6 +222,26 @@ def report_layouts(head_dim: int):
         grad_out = torch.empty_strided(size, strides, dtype=torch.bfloat16, device="meta")
         call(mask, head_dim, batch=2, grad_out=grad_out)
     yield VARIANTS.report()
+
+
+def report_second(head_dim: int):
+    """Forward passes whose kernels are compiled in processes, too, with a cache of their own."""
+    found = []
+    listener: Any = lambda cache_hit, **_: found.append(cache_hit)  # noqa: E731
+    knobs.compilation.listener = listener
+    with TemporaryDirectory() as folder, mock.patch.dict(os.environ, {workers.VARIABLE: "1"}):
+        os.environ["TRITON_CACHE_DIR"] = folder
+        for name in ("causal", "full"):
+            query = torch.empty(1, 2, 512, head_dim, dtype=torch.float16)
+            tensors, pattern = (query, query, query), CALLS[name][0]
+            call = call_on(hopper, query, query, pattern(512, 128), scale=1.0)
+            found.clear()
+            compile_before_first_call(call, tensors, (False,) * 6)
+            processes = {*workers.WORKERS._processes.values()}
+            yield {"mask": name, "found": all(found), "processes": len(processes)}
+        workers.WORKERS.stop()
+        for process in processes:
+            process.wait()
 
 
 @triton.jit

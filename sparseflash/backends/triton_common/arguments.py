@@ -1,11 +1,17 @@
-"""Arguments of kernels: the lookup table, descriptors, and arguments without specialisation."""
+"""Arguments of kernels: the lookup table, descriptors, and arguments without specialisation.
+
+It is imported without torch too: see compile_worker.py.
+"""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from masks.lookup_table import BlockLists, LookupTable
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from masks.lookup_table import BlockLists, LookupTable
 
 # Parameters of every kernel of a pass that change scores. The last three are ScoreTensors.flat.
 OF_SCORES = ("bias", "score_floats", "score_integers", "score_layout")
@@ -19,12 +25,14 @@ class Descriptor(TensorDescriptor):
         pass
 
 
-def descriptor_of(tensor: Tensor, tile: list[int]) -> Descriptor:
+def descriptor_of(tensor: "Tensor", tile: list[int]) -> Descriptor:
     """The descriptor of a tensor that TMA can address."""
     return Descriptor(tensor, [*tensor.shape], [*tensor.stride()], tile)
 
 
-def table_arguments(rows: BlockLists, bit_tiles: Tensor, table: LookupTable) -> tuple[Tensor, ...]:
+def table_arguments(
+    rows: "BlockLists", bit_tiles: "Tensor", table: "LookupTable"
+) -> tuple["Tensor", ...]:
     """One direction of a lookup table, in the order of the fields of Table in the kernels."""
     lists = (rows.row_ptr, rows.full_index, rows.partial_index, rows.partial_bit_tile)
     return (*lists, rows.schedule, bit_tiles, table.head_to_mask)

@@ -3,12 +3,12 @@
 import triton
 import triton.language as tl
 
-from sparseflash import dropout
+from sparseflash import dropout_constants
 
-DIGITS, ROUNDS = tl.constexpr(dropout.DIGITS), tl.constexpr(dropout.ROUNDS)
-MULTIPLIER_0, MULTIPLIER_1 = map(tl.constexpr, dropout.MULTIPLIERS)
+DIGITS, ROUNDS = map(tl.constexpr, (dropout_constants.DIGITS, dropout_constants.ROUNDS))
+MULTIPLIER_0, MULTIPLIER_1 = map(tl.constexpr, dropout_constants.MULTIPLIERS)
 # Words of 32 bits, signed as all integers of the kernels.
-WEYL_0, WEYL_1 = (tl.constexpr(word - 2**32) for word in dropout.WEYL)
+WEYL_0, WEYL_1 = (tl.constexpr(word - 2**32) for word in dropout_constants.WEYL)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
+from sparseflash.backends.triton_common import compile_worker, workers
 from sparseflash.backends.triton_common.relaunch import (
     Launched,
     current_context,
@@ -69,8 +70,9 @@ def launch(
     compilation = _COMPILATION.get()
     if compilation is not None:
         if isinstance(kernel, triton.JITFunction) and key not in _COMPILED:
+            compile_worker.hash_sources(kernel.__module__)
             with _assertions_as_value_errors():
-                compilation.add(kernel, grid, arguments, constants)
+                compilation.add(kernel, *arguments, grid=grid, **constants)
         return None
     if 0 in grid:
         return None
@@ -79,6 +81,8 @@ def launch(
         compiled, constant_arguments = _COMPILED[key]
         _start(compiled, grid, (*arguments, *constant_arguments))
         return Launched(compiled, (*arguments, *constant_arguments), grid)
+    if isinstance(kernel, triton.JITFunction):
+        compile_worker.hash_sources(kernel.__module__)
     with _assertions_as_value_errors():
         compiled = kernel[grid](*arguments, **constants)
     if not isinstance(kernel, triton.JITFunction):  # in the interpreter
@@ -120,15 +124,10 @@ class _Compilation(Executor):
         self._pool = pool
         self._kernels: list[tuple[Any, int]] = []  # results of JITFunction.warmup, their devices
 
-    def add(self, kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: dict) -> None:
-        """Starts to compile a kernel."""
-        # The first use of Triton's driver runs a C compiler, and the first compilation hashes the
-        # files of Triton. Here they run beside one another.
-        hashed = self._pool.submit(triton_key)
-        device = _active().get_current_device()
-        hashed.result()
-        made = kernel.warmup(*arguments, grid=grid, **constants)
-        self._kernels.append((made, device))
+    def add(self, kernel: Any, *launch: Any, **constants: Any) -> None:
+        """Starts to compile a kernel, whose arguments are those of JITFunction.warmup."""
+        made = kernel.warmup(*launch, **constants)
+        self._kernels.append((made, _active().get_current_device()))
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         """Starts to compile a kernel in a thread, for triton.AsyncCompileMode."""
@@ -152,23 +151,52 @@ def _compile_and_build_launcher(compile_kernel: Callable[[], Any]) -> Any:
     return compiled
 
 
-_COMPILATION: ContextVar[_Compilation | None] = ContextVar("compilation", default=None)
+class _Descriptions(dict[str, workers.Description]):
+    """Descriptions of the kernels of launches that are neither started nor compiled, by key."""
+
+    def add(self, kernel: Any, *launch: Any, **constants: Any) -> None:
+        """Describes a kernel, whose arguments are those of JITFunction.warmup."""
+        description = workers.describe(kernel, *launch, **constants)
+        if description is not None:
+            self[description.key] = description
 
 
-def compile_only(run: Callable[[], object]) -> None:
+_COMPILATION: ContextVar[_Compilation | _Descriptions | None]
+_COMPILATION = ContextVar("compilation", default=None)
+
+
+def compile_only(run: Callable[[], object], other: Callable[[], object] | None = None) -> None:
     """Calls `run`; its launches compile and load their kernels in parallel and start none.
 
     Threads suffice: most of the time is spent in compiler passes, LLVM and ptxas, which release
     the global interpreter lock of Python.
+
+    Args:
+        run: A function that launches kernels.
+        other: Another one. Processes compile its kernels, for which nothing waits here: see
+            workers.py.
     """
 
     def compile_in_threads() -> None:
         with ThreadPoolExecutor() as pool:
+            # Before the first compilation Triton hashes its files, and the first use of its driver
+            # runs a C compiler. Both take long, and run beside one another.
+            hashed = pool.submit(triton_key)
+            _COMPILATION.set(own := _Descriptions())
+            run()
+            if other is not None and workers.number_of_workers():
+                _COMPILATION.set(others := _Descriptions())
+                other()
+                workers.WORKERS.start({key: others[key] for key in others.keys() - own.keys()})
+            workers.WORKERS.wait({*own})
+            hashed.result()
             compilation = _Compilation(pool)
             _COMPILATION.set(compilation)
             with _assertions_as_value_errors(), triton.AsyncCompileMode(compilation):
                 run()
             compilation.load()
+            for key in own:
+                compile_worker.mark(key)
 
     copy_context().run(compile_in_threads)  # a copy, so that _COMPILATION is reset at the end
 

@@ -7,7 +7,7 @@ import torch
 
 import masks
 from sparseflash.backends import hopper
-from sparseflash.backends.hopper import configs
+from sparseflash.backends.hopper import configs, launch, select
 from sparseflash.dispatch import compile as compilation
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.plan import make_plan
@@ -22,7 +22,7 @@ def compiled(monkeypatch):
     """The calls whose kernels are compiled."""
     calls = []
     monkeypatch.setattr(compilation, "_compiled", {})
-    monkeypatch.setattr(compilation, "compile_passes", calls.extend)
+    monkeypatch.setattr(compilation, "compile_passes", lambda own, others: calls.extend(own))
     return calls
 
 
@@ -63,3 +63,30 @@ def test_kernels_of_dk_and_dv_are_compiled_where_queries_are_clipped(compiled):
     assert [plan.table.by_query.has_partial for plan in plans] == [False] * 4
     assert [plan.table.by_key.has_partial for plan in plans] == [False, False, True, False]
     assert len(compiled) == 3
+
+
+@pytest.mark.parametrize("pattern", [masks.full(), masks.causal(), masks.local(300)])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_calls_of_other_masks_need_every_kernel_that_a_mask_decides(pattern, deterministic):
+    """Each combination of partial blocks and tile schedulers, in both directions of the table."""
+    mask = pattern(4096, 128)
+    query = torch.empty(1, 2, 4096, 64, dtype=torch.float16)
+    spec = spec_of(query, query, mask, deterministic=deterministic)
+    call = Call(make_plan(spec, hopper, hopper, mask))
+    found = set()
+    for other in compilation._calls_of_other_masks(call):
+        table = other.table
+        directions = table.by_query, table.by_key
+        found.add(tuple(x.has_partial for x in directions))
+        counters = [launch.make_work_counter(rows, spec) for rows in directions]
+        found.add(tuple(x is None for x in counters))
+        assert select.uses_fused_backward(table, spec) == select.uses_fused_backward(
+            call.table, spec
+        )
+        assert [x.num_rows for x in directions] == [32, 32]
+    assert found == {(True, True), (False, False)}
+    others = [*compilation._calls_of_other_masks(call)]
+    assert len({compilation._compiled_for(x.plan) for x in others}) == 2
+    assert compilation._compiled_for(call.plan) in [
+        compilation._compiled_for(x.plan) for x in others
+    ]

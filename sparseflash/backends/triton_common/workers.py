@@ -1,0 +1,152 @@
+"""Processes that compile kernels which later calls may need, while a call compiles its own.
+
+Threads would not do: to generate the IR of a kernel takes a third of the time of its compilation,
+holds the global interpreter lock of Python, and so would delay the call. A process writes to
+Triton's cache on disk. The call that needs the kernel waits for the process and then compiles as
+always: it finds the kernel in the cache, or compiles it and raises what is wrong with it.
+"""
+
+import atexit
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from threading import Lock, Thread, get_ident
+from typing import Any, NamedTuple
+
+import triton
+from triton import knobs
+from triton.runtime import driver
+
+from sparseflash.backends.triton_common import compile_worker
+
+# Number of processes, in place of that which the cores allow; 0 for none.
+VARIABLE = "SPARSEFLASH_COMPILE_WORKERS"
+MIN_CORES = 3  # with fewer, the processes would slow down the call that started them
+RESERVED_CORES = 2  # left to the call
+
+
+class Description(NamedTuple):
+    """What a process needs to compile a kernel.
+
+    module, name: of the kernel
+    data: from which Triton's preload compiles it
+    key:  hexadecimal hash of all of it and of Triton's version and the source
+    """
+
+    module: str
+    name: str
+    data: str
+    key: str
+
+
+_hook_lock = Lock()
+
+
+def describe(kernel: Any, *arguments: Any, **constants: Any) -> Description | None:
+    """The description of a kernel; None if this process has compiled it, or no other one can.
+
+    Args:
+        kernel, arguments, constants: The kernel, and the arguments of its method `warmup`.
+    """
+    if any(isinstance(x, triton.JITFunction) for x in constants.values()):
+        return None  # a score function, of a module that this one does not know
+    found, thread, hooks = [], get_ident(), knobs.runtime
+    with _hook_lock:
+        before = hooks.jit_cache_hook
+
+        def hook(**facts: Any) -> bool | None:
+            if get_ident() != thread:
+                return before(**facts) if before is not None else None
+            found.append(facts["compile"]["specialization_data"])
+            return True  # so that Triton does not compile it
+
+        hooks.jit_cache_hook = hook
+        try:
+            kernel.warmup(*arguments, **constants)
+        finally:
+            hooks.jit_cache_hook = before
+    if not found:
+        return None
+    facts = (triton.__version__, kernel.cache_key, str(_target()), found[0])
+    key = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    return Description(kernel.__module__, kernel.__name__, found[0], key)
+
+
+def _target() -> tuple:
+    """The target of the compiler, as arguments of Triton's GPUTarget."""
+    active: Any = driver.active
+    target = active.get_current_target()
+    return target.backend, target.arch, target.warp_size
+
+
+class Workers:
+    """The processes that this process has started."""
+
+    def __init__(self):
+        self._processes: dict[str, subprocess.Popen] = {}  # by the keys of their kernels
+        self._lock = Lock()
+
+    def start(self, kernels: dict[str, Description]) -> None:
+        """Starts processes for kernels that are neither compiled nor being compiled."""
+        most = number_of_workers()
+        with self._lock:
+            new = [
+                kernel
+                for key, kernel in kernels.items()
+                if key not in self._processes and not compile_worker.is_marked(key)
+            ]
+            for i in range(min(most, len(new))):
+                share = new[i::most]
+                try:
+                    process = _start(share)
+                except OSError:  # the system has no more processes: calls compile what they need
+                    return
+                self._processes |= dict.fromkeys([kernel.key for kernel in share], process)
+                # A process that has ended remains in the system until it is waited for.
+                Thread(target=process.wait, daemon=True).start()
+
+    def wait(self, keys: set[str]) -> None:
+        """Waits until the processes that compile these kernels have ended."""
+        for key in keys & {*self._processes}:
+            self._processes[key].wait()
+
+    def stop(self) -> None:
+        """Ends all processes."""
+        for process in [*self._processes.values()]:
+            process.terminate()
+
+
+def _start(kernels: list[Description]) -> subprocess.Popen:
+    job = {"path": sys.path, "target": _target(), "kernels": [x._asdict() for x in kernels]}
+    process = subprocess.Popen(
+        [sys.executable, "-P", compile_worker.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # a call that needs such a kernel raises the error itself
+        text=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(job) + "\n")
+    process.stdin.close()
+    return process
+
+
+def number_of_workers() -> int:
+    """The most processes at a time: a core each of those that this process has."""
+    asked = os.environ.get(VARIABLE)
+    if asked is not None:
+        if not asked.isdecimal():
+            raise ValueError(f"{VARIABLE} must be a number of processes, got {asked!r}")
+        return int(asked)
+    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
+    cores = len(os.sched_getaffinity(0)) // ranks
+    if cores < MIN_CORES or "python" not in Path(sys.executable or "").name:  # it may be embedded
+        return 0
+    return cores - RESERVED_CORES
+
+
+WORKERS = Workers()
+atexit.register(WORKERS.stop)

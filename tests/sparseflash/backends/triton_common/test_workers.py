@@ -1,0 +1,168 @@
+"""Processes that compile kernels for calls that may follow."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import triton
+from triton import knobs
+
+from sparseflash.backends.triton_common import compile_worker, launcher, workers
+
+
+class Process:
+    """A process that writes down what is asked of it."""
+
+    def __init__(self, kernels: list[workers.Description]):
+        self.keys, self.asked = [kernel.key for kernel in kernels], []
+
+    def wait(self):
+        self.asked.append("wait")
+
+    def terminate(self):
+        self.asked.append("terminate")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The processes that are started, none of which reaps itself."""
+    processes = []
+
+    def start(kernels):
+        processes.append(Process(kernels))
+        return processes[-1]
+
+    monkeypatch.setattr(workers, "_start", start)
+    monkeypatch.setattr(workers, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(compile_worker, "is_marked", lambda key: key == "marked")
+    monkeypatch.setattr(workers, "WORKERS", workers.Workers())
+    monkeypatch.setenv(workers.VARIABLE, "2")
+    return processes
+
+
+def kernels(*keys: str) -> dict[str, workers.Description]:
+    return {key: workers.Description("module", "kernel", "data", key) for key in keys}
+
+
+def test_a_kernel_is_compiled_by_one_process(started):
+    found = workers.WORKERS
+    found.start(kernels("a", "b", "c", "marked"))
+    found.start(kernels("b", "d"))
+    assert [x.keys for x in started] == [["a", "c"], ["b"], ["d"]]
+    found.wait({"c", "unknown"})
+    assert [x.asked for x in started] == [["wait"], [], []]
+    found.stop()
+    assert all("terminate" in x.asked for x in started)
+
+
+def test_no_process_is_started_where_the_system_has_none(started, monkeypatch):
+    def fail(kernels):
+        raise BlockingIOError
+
+    monkeypatch.setattr(workers, "_start", fail)
+    workers.WORKERS.start(kernels("a"))
+    workers.WORKERS.wait({"a"})
+
+
+@pytest.mark.parametrize(
+    ("cores", "environment", "number"),
+    [
+        (1, {}, 0),
+        (2, {}, 0),
+        (3, {}, 1),
+        (64, {}, 62),
+        (64, {"LOCAL_WORLD_SIZE": "8"}, 6),
+        (16, {"LOCAL_WORLD_SIZE": "8"}, 0),
+        (2, {workers.VARIABLE: "4"}, 4),
+        (64, {workers.VARIABLE: "0"}, 0),
+    ],
+)
+def test_processes_leave_cores_to_the_call(monkeypatch, cores, environment, number):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
+    for name in ("LOCAL_WORLD_SIZE", workers.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert workers.number_of_workers() == number
+
+
+def test_a_program_that_is_no_python_starts_no_process(monkeypatch):
+    monkeypatch.delenv(workers.VARIABLE, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
+    monkeypatch.setattr(workers.sys, "executable", "/opt/editor")
+    assert workers.number_of_workers() == 0
+
+
+def test_a_wrong_number_of_processes_is_refused(monkeypatch):
+    monkeypatch.setenv(workers.VARIABLE, "many")
+    with pytest.raises(ValueError, match="COMPILE_WORKERS must be a number of processes"):
+        workers.number_of_workers()
+
+
+class Kernel(triton.JITFunction):
+    """A kernel that calls the hook of Triton and is compiled at once."""
+
+    cache_key = property(lambda self: self.__name__)
+
+    def __init__(self, name: str):
+        self.__module__, self.__name__, self.compiled = "here", name, False
+
+    def warmup(self, *arguments, grid, **constants):
+        hook: Any = knobs.runtime.jit_cache_hook
+        if not self.compiled and not (hook and hook(compile={"specialization_data": "data"})):
+            self.compiled = True
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What is marked, and the keys that a call waits for."""
+    log = SimpleNamespace(marked=[], awaited=[])
+    target = SimpleNamespace(backend="cuda", arch=90, warp_size=32)
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_target=lambda: target)
+    for module in (launcher, workers):
+        monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launcher, "triton_key", lambda: None)
+    monkeypatch.setattr(compile_worker, "hash_sources", lambda module: None)
+    monkeypatch.setattr(compile_worker, "mark", log.marked.append)
+    return log
+
+
+def launch(*kernels: Kernel, **constants: Any) -> None:
+    for kernel in kernels:
+        launcher.launch(kernel, (1, 1, 1), (), (), constants)
+
+
+def test_a_call_compiles_its_kernels_and_processes_those_of_others(started, log, monkeypatch):
+    own, other, known = Kernel("own"), Kernel("other"), Kernel("known")
+    known.compiled = True
+    waited = log.awaited.append
+    monkeypatch.setattr(workers.WORKERS, "wait", lambda keys: waited((keys, own.compiled)))
+    launcher.compile_only(lambda: launch(own), lambda: launch(own, other, known))
+    ((key,),) = [x.keys for x in started]
+    (own_key,) = log.marked
+    assert (own.compiled, other.compiled, key != own_key) == (True, False, True)
+    assert log.awaited == [({own_key}, False)], "it waits before it compiles"
+    assert knobs.runtime.jit_cache_hook is None
+
+
+def test_a_score_function_is_not_sent_to_another_process(log):
+    assert workers.describe(Kernel("own"), grid=(1,), SCORE=Kernel("score")) is None
+
+
+def test_hooks_of_others_see_their_own_kernels(log, monkeypatch):
+    seen = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **facts: seen.append(facts))
+    assert workers.describe(Kernel("own"), grid=(1,)) is not None
+    assert seen == []
+    Kernel("other").warmup(grid=(1,))
+    assert len(seen) == 1
+
+
+@pytest.mark.slow(60)
+def test_a_process_compiles_what_a_second_mask_needs(compiler):
+    reports = compiler.reports("hopper", "second", 64)
+    assert reports == [
+        {"mask": "causal", "found": False, "processes": 1},
+        {"mask": "full", "found": True, "processes": 1},
+    ]
