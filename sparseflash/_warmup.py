@@ -38,7 +38,12 @@ def warmup(
     """Compiles the kernels of `attention` in parallel, before a call needs them.
 
     Without warmup, the first call that needs new kernels compiles those of both passes in parallel
-    threads. The compiled kernels depend on dtype, head dim, block size, options, the number of
+    threads. Meanwhile processes on other cores compile those that masks with and without partial
+    blocks, and with rows of equal and of unequal lengths, would need; no call waits for a process
+    unless it needs its kernels. The environment variable SPARSEFLASH_COMPILE_WORKERS is the number
+    of these processes, 0 for none. By default there are none with fewer than three cores.
+
+    The compiled kernels depend on dtype, head dim, block size, options, the number of
     query heads per key head, and on whether a mask has partial blocks. They hardly ever depend on
     lengths, and on strides only if tensors are not contiguous. Triton stores them on disk for
     later processes. They are loaded, and none is launched. Tensors of these shapes are allocated
