@@ -4,11 +4,13 @@
 
 runs each implementation in processes of its own. In the first process the caches of compiled
 kernels on disk are empty, in the second they are those that the first left. In each process these
-calls of both passes follow one another:
+calls follow one another:
 
 - first mask: causal, with partial blocks.
 - second mask: a quarter of the blocks at random, all full, which may need other kernels.
 - again: the second mask, when everything is compiled.
+
+Each call is followed by a loss and its backward pass.
 
 `warmup` is sparseflash with `sparseflash.warmup` for both masks before the first call; its time is
 a row. Times are those from the call until the device has finished. They include the table of the
@@ -130,7 +132,9 @@ def measure(name: str, cache: str, folder: str, sizes: Sizes) -> list[Row]:
     attend = attend_flex if name == "flex" else attend_sparseflash
 
     def both_passes(pattern: str) -> None:
-        torch.autograd.grad(attend(leaves, pattern), leaves, inputs[3])
+        # A loss, as in training. If a gradient is given, torch imports sympy to check its shape.
+        loss = (attend(leaves, pattern) * inputs[3]).sum()
+        torch.autograd.grad(loss, leaves)
 
     for call, pattern in PATTERNS.items():
         timed(call, partial(both_passes, pattern))
