@@ -32,6 +32,7 @@ STRIP = 1 << 22  # pairs of a strip of block rows, which is converted at a time
 # times as fast as whole strips.
 CACHED_BYTES = 1 << 20
 STRIPS_HELD, TILES_HELD = 64, 1024  # most strips and bit tiles that are not joined yet
+MOST_RUNS = 8  # of spans that are read one by one
 SPAN = 128  # keys, at least, that are decided or read together
 _WORDS = {16: torch.int16, 32: torch.int32}  # the dtype with one bit per key of a block
 
@@ -207,37 +208,46 @@ def from_strips(
     strips = [(m, row) for m in range(max(head_to_mask) + 1) for row in range(0, grid.nq, rows)]
     width = span(grid)
 
-    def packed(mask: int, queries: slice, first: Tensor) -> Tensor:
-        if read_packed is not None:
-            if len(first) * width >= grid.k_len:
-                return read_packed(queries, first[:1], grid.nk * grid.bk)
-            past = max(0, int(first[-1]) + width - grid.nk * grid.bk)
-            found = read_packed(queries, first, width)
-            return found[:, : found.shape[1] - past // 8]
-        if len(first) * width >= grid.k_len:
-            found = pairs(mask, queries)
-        else:
-            inside = first.clamp(max=grid.k_len - width)
-            found, overlap = pairs(mask, queries, Spans(inside, width)), int((first - inside)[-1])
+    def reader(mask: int, first: Tensor) -> Callable[[slice], Tensor]:
+        """A function from some queries to their pairs with the keys of the spans, in bits."""
+        every = len(first) * width >= grid.k_len
+        if (in_bits := read_packed) is not None:
+            spans = first[:1] if every else first
+            keys = grid.nk * grid.bk if every else width
+            past = 0 if every else max(0, int(first[-1]) + width - grid.nk * grid.bk)
+
+            def packed(queries: slice) -> Tensor:
+                found = in_bits(queries, spans, keys)
+                return found[:, : found.shape[1] - past // 8]
+
+            return packed
+
+        inside = first if every else first.clamp(max=grid.k_len - width)
+        chosen, overlap = Spans.of(inside, width), int((first - inside)[-1])
+
+        def read(queries: slice) -> Tensor:
+            found = pairs(mask, queries) if every else pairs(mask, queries, chosen)
             if overlap:
                 found = torch.cat([found[:, :-width], found[:, overlap - width :]], 1)
-        return pack_bytes(_pad_to_multiple(found, 1, grid.bk))
+            return pack_bytes(_pad_to_multiple(found, 1, grid.bk))
+
+        return read
 
     def read_strip(strip: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mask, row = strip
         begin, end = row * grid.bq, min((row + rows) * grid.bq, grid.q_len)
         full, first = _decided(grid, decide, slice(begin, end), width)
-        at_once = max(1, CACHED_BYTES // (pair_bytes * len(first) * width))
-        if grid.device.type != "cpu" or read_packed is not None:
-            at_once = rows * grid.bq
-        parts = [
-            packed(mask, slice(some, min(some + at_once, end)), first)
-            for some in range(begin, end, at_once)
-        ]
+        runs = []
+        for some in _runs_of_spans(first, width) if read_packed is None else [first]:
+            at_once = max(1, CACHED_BYTES // (pair_bytes * len(some) * width))
+            if grid.device.type != "cpu" or read_packed is not None:
+                at_once = rows * grid.bq
+            read, starts = reader(mask, some), range(begin, end, at_once)
+            runs.append(torch.cat([read(slice(at, min(at + at_once, end))) for at in starts]))
         starts = torch.arange(0, width, grid.bk, device=grid.device)
         columns = (first[:, None] + starts).flatten() // grid.bk
         blocks = full, columns[columns < grid.nk]
-        return _strip_blocks(grid, torch.cat(parts), mask * grid.nq + row, *blocks)
+        return _strip_blocks(grid, torch.cat(runs, 1), mask * grid.nq + row, *blocks)
 
     # The blocks of a strip are joined with those of earlier strips before many strips are held.
     # Their small tensors lie between the large ones that were computed with them, so the memory
@@ -299,8 +309,20 @@ def _decided(
         torch.from_numpy(np.broadcast_to(end, len(first)) != 0) for end in decide(queries)
     )
     read = some_attend & ~all_attend
-    read[0] = True  # so that at least one is
+    if not read.any():
+        read[0] = True  # so that at least one is
     return all_attend.repeat_interleave(width // grid.bk)[: grid.nk], first[read]
+
+
+def _runs_of_spans(first: Tensor, width: int) -> Sequence[Tensor]:
+    """The first keys of spans, divided where spans are not consecutive if they are few runs.
+
+    The pairs of consecutive spans are read without copies of tabulated values.
+    """
+    if first.is_cuda:
+        return [first]
+    ends = (first.diff() != width).nonzero().flatten() + 1
+    return [first] if len(ends) >= MOST_RUNS else first.tensor_split(ends)
 
 
 def _strip_blocks(

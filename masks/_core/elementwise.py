@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from math import gcd
 from operator import add, attrgetter, neg, sub
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from masks._core.narrow import Narrowed, compared, narrowed
 from masks._core.packed import OPERATIONS, PackedFunction, PackedQueries, PackedRows
-from masks._core.ranges import RULES, Range, Spans, range_of, range_of_number, ranges_of_spans
+from masks._core.ranges import (
+    RULES,
+    Range,
+    Spans,
+    range_of,
+    range_of_number,
+    ranges_of_spans,
+    square,
+)
 
 # What a value depends on: (a, b), without a common divisor, for the sum a q + b k; a set for the
 # key and the values of the query with these ids; None (PAIR) for the pair.
@@ -253,7 +261,7 @@ class ElementwiseFunction:
             for i in self.token_values.keys() - keys:
                 ranges[i] = range_of(self.token_values[i][queries])
             for step in self.range_steps:
-                rule = RULES[step.result.dtype][step.operation.overloadpacket]
+                rule = cast(Callable, _rule_of_ranges(step))  # there was a range for all tokens
                 ranges[id(step.result)] = rule(*_ranges_of(step.arguments, ranges))
             return ranges[output]
 
@@ -305,10 +313,17 @@ class ElementwiseFunction:
             return value
         begins = self.row_begins[dependence][queries] if dependence != KEY else self.k.new_zeros(1)
         width = self.k.numel()
+        if keys is None or keys.consecutive:
+            first, width = (0, width) if keys is None else (int(keys.first[0]), keys.numel)
+            rows = _rows_at_equal_steps(value, begins, first, width)
+            if rows is not None:
+                return rows
         if keys is not None:
             begins, width = begins[:, None] + keys.first, keys.width
         rows = value.as_strided((value.numel() - width + 1, width), (1, 1))
-        return rows.index_select(0, begins.flatten()).view(len(begins), -1)
+        return rows.index_select(0, begins.flatten()).view(
+            -1, width if keys is None else keys.numel
+        )
 
     def _steps_of(self, dependence: Dependence) -> list[_Step]:
         """The steps whose results have this dependence."""
@@ -530,12 +545,31 @@ class ElementwiseFunction:
             isinstance(argument, Tensor)
             and self.dependences.get(id(argument), CONSTANT) != CONSTANT
         ):
-            return values[id(argument)].to(dtype or argument.dtype)
+            value, dtype = values[id(argument)], dtype or argument.dtype
+            return value if value.dtype == dtype else value.to(dtype)
         if isinstance(argument, dict):
             return {name: self._replaced(v, values, dtype) for name, v in argument.items()}
         if isinstance(argument, (list, tuple)):
             return [self._replaced(item, values, dtype) for item in argument]
         return argument
+
+
+def _rows_at_equal_steps(value: Tensor, begins: Tensor, first: int, width: int) -> Tensor | None:
+    """The rows as a view, one row if all are the same; None on a GPU or if there is none.
+
+    Args:
+        value: Values of all rows.
+        begins: int64 (rows,), where each row begins in `value`.
+        first: First key.
+        width: Number of keys.
+    """
+    if begins.is_cuda:
+        return None
+    begin = begins.numpy()
+    step = int(begin[1] - begin[0]) if len(begin) > 1 else 0
+    if step < 0 or (begin[1:] - begin[:-1] != step).any():
+        return None
+    return value.as_strided((len(begin) if step else 1, width), (step, 1), int(begin[0]) + first)
 
 
 _one_at_a_time = RLock()  # the stance of the compiler is that of all threads
@@ -564,9 +598,17 @@ def _modulus(step: _Step) -> int | None:
     return 1 << number.bit_length() if is_and else None
 
 
+def _rule_of_ranges(step: _Step) -> Callable[..., Any] | None:
+    """The function from the ranges of the arguments of a step to that of its result, or None."""
+    packet = step.operation.overloadpacket
+    if packet is _aten.mul and step.arguments[0] is step.arguments[1]:
+        return square if step.result.dtype == torch.int64 else None
+    return RULES.get(step.result.dtype, {}).get(packet)
+
+
 def _range_of_result(step: _Step, ranges: dict[int, Range | None]) -> Range | None:
     """The range of the result of a step; None if it is unknown or may wrap around."""
-    rule = RULES.get(step.result.dtype, {}).get(step.operation.overloadpacket)
+    rule = _rule_of_ranges(step)
     inputs = _ranges_of(step.arguments, ranges)
     result = rule(*inputs) if rule and not step.options and None not in inputs else None
     return result if result and result.dtype() else None

@@ -46,10 +46,27 @@ def range_of_number(number: Any) -> Range | None:
 
 
 class Spans(NamedTuple):
-    """So many consecutive keys from each of `first` on."""
+    """So many consecutive keys from each of `first` on.
+
+    Args:
+        first: int64 (spans,), ascending.
+        width: Number of keys of a span.
+        consecutive: Whether each span begins where the one before it ends.
+    """
 
     first: Tensor
     width: int
+    consecutive: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of keys of all spans."""
+        return len(self.first) * self.width
+
+    @classmethod
+    def of(cls, first: Tensor, width: int) -> "Spans":
+        """The spans, of which it is found whether they are consecutive."""
+        return cls(first, width, bool((first.diff() == width).all()))
 
 
 def ranges_of_spans(values: Tensor, span: int) -> Range:
@@ -73,8 +90,13 @@ def _magnitude(x: Range) -> Range:
     return Range(hull(x.least, -x.largest, 0).largest, hull(-x.least, x.largest).largest)
 
 
-def _square(x: Range, y: Range) -> Range | None:
-    return _product(m := _magnitude(x), m) if y == (2, 2) else None
+def square(x: Range, *_: Range) -> Range:
+    """The range of the product of a number with itself."""
+    return _product(m := _magnitude(x), m)
+
+
+def _power(x: Range, y: Range) -> Range | None:
+    return square(x) if y == (2, 2) else None
 
 
 def _known_bits(x: Range) -> tuple[Any, Any]:
@@ -189,7 +211,7 @@ OF_INTEGERS: dict[Any, Callable[..., Range | None]] = {
     _aten.bitwise_not: lambda x: Range(~x.largest, ~x.least),
     _aten.floor_divide: _quotient,
     _aten.remainder: _remainder,
-    _aten.pow: _square,
+    _aten.pow: _power,
     _aten.clamp: _clamped,
     _aten.where: _chosen,
     _aten.__lshift__: _left,

@@ -47,6 +47,18 @@ def test_costs_are_in_proportion_to_what_is_built(pattern, seq_len, limit):
     assert takes_less(limit, lambda: pattern(seq_len, 128))
 
 
+@masks.pattern
+def near_in_a_plane(q, k):
+    return (q // 256 - k // 256) ** 2 + (q % 256 - k % 256) ** 2 <= 64**2
+
+
+@pytest.mark.slow
+def test_costs_of_a_rule_with_many_partial_blocks():
+    made = []
+    assert takes_less(6, lambda: made.append(near_in_a_plane(1 << 16, 128)))  # 3 of two cores
+    assert made[0].partial_blocks > 0.4 * 512**2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "limit"),

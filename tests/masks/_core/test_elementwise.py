@@ -10,6 +10,7 @@ import torch
 
 import masks
 from masks._core.elementwise import ElementwiseFunction
+from masks._core.ranges import Spans
 
 TABLE = torch.arange(100) % 7
 SHORT = torch.arange(84) // 9  # for queries and keys, too short for their distances
@@ -229,6 +230,30 @@ def test_random_functions(seed):
     q, k = torch.arange(45)[:, None], torch.arange(37)[None]
     expected = function(q, k).expand(45, 37)
     assert torch.equal(masks.pattern(function)((45, 37), 16).to_dense(), expected)
+
+
+def test_values_of_consecutive_keys_are_not_copied():
+    """Neighbouring queries share a row of one table and read neighbouring rows of the other."""
+    attends = ElementwiseFunction(
+        lambda q, k: (q // 64 - k // 64) ** 2 + (q % 64 - k % 64) ** 2 <= 100
+    )
+    q, k = torch.arange(4096)[:, None], torch.arange(4096)[None]
+    attends.record(q[:2], k)
+    assert attends.prepare(q, k)
+    spans = Spans.of(torch.arange(256, 1024, 128), 128)
+    assert spans.consecutive
+    shapes = []
+    for i, table in attends.values.items():
+        rows = attends._value(i, slice(64, 80), spans)
+        assert rows.untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
+        shapes.append(tuple(rows.shape))
+    assert sorted(shapes) == [(1, 768), (16, 768)]
+    expected = attends.function(q[64:80], k[:, 256:1024])
+    assert torch.equal(attends.pairs(slice(64, 80), spans), expected)
+    apart = Spans.of(torch.tensor([256, 640]), 128)
+    assert not apart.consecutive
+    both = torch.cat([expected[:, :128], expected[:, 384:512]], 1)
+    assert torch.equal(attends.pairs(slice(64, 80), apart), both)
 
 
 def test_recording_imports_no_compiler():

@@ -104,6 +104,11 @@ def test_arrays_do_not_wrap_around_within_ranges_that_int64_holds(packet):
         assert (int(tiles.least[1]), int(tiles.largest[1])) == exact
 
 
+def square_by_product(q, k):
+    row, column = q // 32 - k // 32, q % 32 - k % 32
+    return row * row + column * column < 9
+
+
 TABLE = torch.arange(30_000) // 7 % 11
 # With what share of the pairs is read at 150 queries and 690 keys in spans of 16.
 RULES = {
@@ -112,6 +117,7 @@ RULES = {
     "late keys": (lambda q, k: q + 2 * k > 900, 0.5),
     "late queries": (lambda q, k: (q * 50 + k) > 5000, 0.2),
     "plane": (lambda q, k: ((q // 32 - k // 32) ** 2 + (q % 32 - k % 32) ** 2) < 9, 0.5),
+    "plane, by products": (square_by_product, 0.5),
     "greatest distance": (
         lambda q, k: torch.maximum((q // 16 - k // 16).abs(), (q % 16 - k % 16).abs()) < 2,
         0.3,
