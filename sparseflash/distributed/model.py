@@ -20,6 +20,9 @@ MERGED_ROW = 4.0
 # The time to write the result and dQ of a waiting row where they belong, and that to copy key and
 # value of a block and gradients of them, over the time to compute a block: by their bytes.
 WRITTEN_ROW, COPIED_BLOCK = 1.0, 2.0
+# More of that where waiting rows are not consecutive: by their bytes, a row of query is copied in
+# each pass, and of O and its gradient; and gradients of own keys are copied and added.
+GATHERED_ROW, ADDED_BLOCK = 3.0, 3.7
 MOST_PAIRWISE = 4  # rounds of whole shards: with each one rows are merged once more
 
 
@@ -33,6 +36,7 @@ class Division:
         ready: Blocks of ready rows, which attend only own keys.
         waiting: Blocks of waiting rows, which attend fetched keys too.
         waiting_rows: Number of waiting rows.
+        gathered_rows: Number of waiting rows if they are not consecutive, else 0.
     """
 
     own: Tensor
@@ -40,6 +44,7 @@ class Division:
     ready: Tensor
     waiting: Tensor
     waiting_rows: Tensor
+    gathered_rows: Tensor
 
     def selected(self, share: float) -> "Division":
         """The same rows with a share of the blocks, as a DynamicMask selects them."""
@@ -49,6 +54,7 @@ class Division:
             ready=self.ready * share,
             waiting=self.waiting * share,
             waiting_rows=self.waiting_rows,
+            gathered_rows=self.gathered_rows,
         )
 
     def elapsed(
@@ -62,7 +68,8 @@ class Division:
         """The predicted time of one pass without copies of keys and values, for each rank.
 
         rows    max(ready + waiting, exchange / groups + waiting, exchange + waiting / groups)
-                + writing of the waiting rows, if they are not all rows of the only group
+                + writing of the waiting rows, if they are not all rows of the only group,
+                  and gathering them, if they are not consecutive
         keys    max(own, exchange) + fetched + merging of the waiting rows in each round
 
         Args:
@@ -78,7 +85,8 @@ class Division:
             merged = self.fetched + MERGED_ROW * self.waiting_rows * rounds
             return torch.maximum(self.own * block, exchange) + merged * block
         ready, waiting = self.ready * block, self.waiting * block
-        waiting = waiting + WRITTEN_ROW * block * self.waiting_rows * ((ready > 0) | (groups > 1))
+        written = WRITTEN_ROW * self.waiting_rows * ((ready > 0) | (groups > 1))
+        waiting = waiting + (written + GATHERED_ROW * self.gathered_rows) * block
         first = torch.maximum(ready, exchange / groups)
         return torch.maximum(first + waiting, exchange + waiting / groups)
 
@@ -99,7 +107,10 @@ def divide_blocks(workload: Workload, owner: Tensor, ranks: int) -> Division:
     sums.index_add_(1, owner_of_row, of_heads)
     own, fetched, ready, waiting, rows = sums
     shared = workload.shared_work(owner, ranks)  # these blocks have own keys and are ready
-    return Division(own + shared, fetched, ready + shared, waiting, rows)
+    any_head = waits.any(0)
+    of_ranks = [any_head[owner_of_row == rank].nonzero().flatten() for rank in range(ranks)]
+    scattered = torch.tensor([bool((each.diff() != 1).any()) for each in of_ranks])
+    return Division(own + shared, fetched, ready + shared, waiting, rows, rows * scattered)
 
 
 def pairwise_exchanges_of(
@@ -186,15 +197,17 @@ def choose_split(
     """
     mask, ranks = workload.mask, len(costs.traffic)
     # If a DynamicMask selects few blocks, fewer are computed, but not fewer are moved and copied.
-    selected = min(FETCH_COST / fetch_cost, 1.0)
+    # If there are fewer key heads than heads, less is moved and copied.
+    selected, share = min(FETCH_COST / fetch_cost, 1.0), min(fetch_cost / FETCH_COST, 1.0)
     division = divide_blocks(workload, owner, ranks).selected(selected)
     heads = mask.num_heads / mask.grid.bk
     exchange = torch.maximum(*costs.moved) * fetch_cost * selected * heads
     allowed = [choice for choice in CHOICES if split in (choice[0], "auto")]
-    copies = {
-        each: copied_tokens(workload, owner, costs.traffic, each) * COPIED_BLOCK * heads
-        for each in dict(allowed)
-    }
+    copied = {each: copied_tokens(workload, owner, costs.traffic, each) for each in dict(allowed)}
+    copies = {each: COPIED_BLOCK * share * heads * copied[each] for each in dict(allowed)}
+    if "rows" in copies:
+        own = copied["rows"] - costs.traffic.sum(0) - costs.traffic.sum(1)
+        copies["rows"] += ADDED_BLOCK * share * heads * own * (division.gathered_rows > 0)
     rounds = receiving_rounds(workload, owner, costs.traffic)
     best, least = allowed[0], math.inf
     for choice in allowed:

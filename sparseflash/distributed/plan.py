@@ -459,7 +459,8 @@ def make_plan(
             rows.
         fetch_cost: For "auto": the time to fetch one block of keys and values of all heads, over
             the time to compute one non-zero block of all heads, forward and backward. If a
-            DynamicMask selects k of n blocks, computing takes k / n of the time: use 4 n / k.
+            DynamicMask selects k of n blocks, computing takes k / n of the time: use 4 n / k. With
+            fewer key heads than heads, use 4 kv_heads / heads.
 
     Returns:
         The plan.

@@ -131,6 +131,7 @@ class Demand:
         copied, added: For each rank, bytes of memory that copies read and write, in the forward
             and in the backward pass. Empty for none, as in records made before they were counted.
         rounds: Number of rounds in which each rank receives keys; empty for one.
+        gathered_rows: For each rank, as in Division. Empty for none, as in earlier records.
     """
 
     split: Split
@@ -146,6 +147,7 @@ class Demand:
     copied: list[float] = field(default_factory=list)
     added: list[float] = field(default_factory=list)
     rounds: list[float] = field(default_factory=list)
+    gathered_rows: list[float] = field(default_factory=list)
 
     @staticmethod
     def of(plan: ContextPlan, attention: Attention, selected: float = 1.0) -> "Demand":
@@ -173,6 +175,7 @@ class Demand:
             copied=copied.tolist(),
             added=(copied + 3 * gradients).tolist(),
             rounds=receiving_rounds(*assigned, plan.costs.traffic).double().tolist(),
+            gathered_rows=division.gathered_rows.tolist(),
         )
 
     @property
@@ -189,7 +192,9 @@ class Demand:
     def times(self, machine: Machine) -> tuple[Tensor, Tensor]:
         """Predicted milliseconds of each rank, forward and backward, float64 (ranks,) each."""
         names = ("own", "fetched", "ready", "waiting", "waiting_rows")
-        division = Division(*(torch.tensor(getattr(self, name)).double() for name in names))
+        of_ranks = [getattr(self, name) for name in names]
+        of_ranks.append(self.gathered_rows or [0.0] * len(self.own))
+        division = Division(*(torch.tensor(each).double() for each in of_ranks))
         rounds = torch.tensor(self.rounds or [1.0]).double()
         forward, backward = (
             division.elapsed(self.split, self.groups, block, machine.exchange_ms(moved), rounds)

@@ -228,6 +228,11 @@ def test_auto_merges_only_where_waiting_and_copying_would_take_longer():
     assert make_plan((masks.local(1024) | masks.global_tokens([0]))(65536, 128), 2).split == "rows"
     # All rows wait for as many keys as there are own ones, most of whose blocks need not wait.
     assert make_plan(masks.butterfly()(65536, 128), 2, "contiguous").split == "keys"
+    # Waiting rows are scattered: by rows queries are copied, and gradients of own keys are added.
+    butterfly = masks.butterfly()(131072, 128)
+    assert make_plan(butterfly, 4).split == "keys"
+    # A quarter of the heads have keys, so that less is copied.
+    assert make_plan(butterfly, 4, fetch_cost=1.0).split == "rows"
     # Half of the blocks are computed during an exchange that takes as long.
     assert make_plan(full, 2, fetch_cost=250.0).split == "keys"
     assert make_plan(full, 2, round_tokens=128).split == "keys"
