@@ -1,9 +1,11 @@
 """The protocol of backends. A backend is one implementation of both passes."""
 
+from collections.abc import Hashable
 from typing import Protocol
 
 from torch import Tensor
 
+from masks.lookup_table import LookupTable
 from masks.mask_batch import CompiledMask
 from sparseflash.dispatch.call import Call, Gradients, Needs, Saved
 from sparseflash.dispatch.spec import AttentionSpec
@@ -49,6 +51,10 @@ class Backend(Protocol):
         self, call: Call, mask: CompiledMask, query: Tensor, key: Tensor, value: Tensor
     ) -> dict[str, str]:
         """How the backend would run a call, as text by subject; empty if it has no choice."""
+        ...
+
+    def compiled_for(self, spec: AttentionSpec, table: LookupTable) -> tuple[Hashable, ...]:
+        """The properties of a table for which other kernels are compiled; empty if none are."""
         ...
 
     def forward(

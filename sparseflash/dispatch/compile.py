@@ -90,6 +90,5 @@ def _table_like(table: LookupTable, partial: bool, balanced: bool) -> LookupTabl
 
 def _compiled_for(plan: Plan) -> tuple[Hashable, ...]:
     """What masks of calls with equal specs decide, and for which other kernels are compiled."""
-    table = plan.table
-    partial = (table.by_query.has_partial, table.by_key.has_partial)
-    return (plan.backend.name, table.block_size, *partial)
+    of_table = plan.backend.compiled_for(plan.spec, plan.table)
+    return (plan.backend.name, plan.table.block_size, *of_table)

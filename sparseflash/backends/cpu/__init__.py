@@ -9,6 +9,7 @@ __all__ = [
     "auto_skip",
     "backward",
     "block_size_for",
+    "compiled_for",
     "describe",
     "forward",
     "forward_block_size_for",
@@ -29,6 +30,11 @@ def why_not(spec: AttentionSpec, mask) -> list[str]:
 def auto_skip(spec: AttentionSpec, mask) -> list[str]:
     """Always empty: no other backend can compute calls on a CPU, except in the interpreter."""
     return []
+
+
+def compiled_for(spec: AttentionSpec, table) -> tuple[bool, ...]:
+    """Always empty: nothing is compiled."""
+    return ()
 
 
 def describe(call: Call, mask, query, key, value) -> dict[str, str]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from sparseflash.backends.hopper.select import (
     auto_skip,
     block_size_for,
+    compiled_for,
     describe,
     forward_block_size_for,
     why_not,
@@ -28,6 +29,7 @@ __all__ = [
     "auto_skip",
     "backward",
     "block_size_for",
+    "compiled_for",
     "describe",
     "forward",
     "forward_block_size_for",

@@ -15,6 +15,7 @@ from sparseflash.backends.hopper import configs
 from sparseflash.backends.hopper.device.gluon_compat import TensorDescriptor, gl
 from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
 from sparseflash.backends.hopper.device.params import LOG2E
+from sparseflash.backends.hopper.select import is_dynamic
 from sparseflash.backends.triton_common.arguments import (
     NO_SCORE_TENSORS,
     OF_SCORES,
@@ -234,12 +235,8 @@ def _seed_words(seed: int) -> tuple[int, ...]:
 
 
 def make_work_counter(rows: BlockLists, spec: AttentionSpec) -> Tensor | None:
-    """The counter of the dynamic tile scheduler; None if rows are balanced.
-
-    Other kernels that run at the same time, such as those of an exchange, occupy multiprocessors.
-    CTAs that cannot start before these end would begin their equal share of work tiles then.
-    """
-    if rows.imbalance <= configs.MIN_DYNAMIC_IMBALANCE and not spec.shares_device:
+    """The counter of the dynamic tile scheduler; None if the scheduler is static."""
+    if not is_dynamic(rows, spec):
         return None
     # A new one for every launch, because the kernel never resets it.
     return torch.zeros(1, dtype=torch.int32, device=spec.device)

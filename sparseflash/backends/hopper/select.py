@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from masks import BlockMask, DynamicMask, MaskBatch
-from masks.lookup_table import LookupTable
+from masks.lookup_table import BlockLists, LookupTable
 from masks.mask_batch import CompiledMask
 from sparseflash.backends.hopper import configs
 from sparseflash.dispatch.call import Call
@@ -167,6 +167,25 @@ def uses_fused_backward(table: LookupTable, spec: AttentionSpec) -> bool:
         return False  # the initial accumulator of S^T is LSE there, and no registers are left
     blocks = table.by_key.mean_blocks
     return blocks is not None and blocks >= configs.MIN_FUSED_BLOCKS
+
+
+def compiled_for(spec: AttentionSpec, table: LookupTable) -> tuple[bool, ...]:
+    """Partial blocks and tile scheduler in both directions, and the fused kernel."""
+    directions = table.by_query, table.by_key
+    return (
+        *(rows.has_partial for rows in directions),
+        *(is_dynamic(rows, spec) for rows in directions),
+        uses_fused_backward(table, spec),
+    )
+
+
+def is_dynamic(rows: BlockLists, spec: AttentionSpec) -> bool:
+    """Whether the tile scheduler is dynamic.
+
+    Other kernels that run at the same time, such as those of an exchange, occupy multiprocessors.
+    CTAs that cannot start before these end would begin their equal share of work tiles then.
+    """
+    return rows.imbalance > configs.MIN_DYNAMIC_IMBALANCE or spec.shares_device
 
 
 def auto_skip(spec: AttentionSpec, mask: CompiledMask) -> list[str]:

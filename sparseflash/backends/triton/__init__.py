@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from masks._core.grid import BLOCK_SIDES
+from masks.lookup_table import LookupTable
 from masks.mask_batch import CompiledMask
 from sparseflash.dispatch.call import Call, Gradients, Needs, Saved
 from sparseflash.dispatch.spec import EVERY_EXTRA, AttentionSpec
@@ -85,6 +86,11 @@ def _why_not_device(spec: AttentionSpec) -> list[str]:
 def auto_skip(spec: AttentionSpec, mask: CompiledMask) -> list[str]:
     """Always empty: this backend is the last one that "auto" considers."""
     return []
+
+
+def compiled_for(spec: AttentionSpec, table: LookupTable) -> tuple[bool, ...]:
+    """Whether there are partial blocks, in both directions."""
+    return table.by_query.has_partial, table.by_key.has_partial
 
 
 def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:

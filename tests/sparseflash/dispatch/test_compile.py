@@ -53,7 +53,8 @@ def test_forward_kernels_of_a_table_of_their_own_are_compiled(compiled, monkeypa
     assert len(compiled) == 3
 
 
-def test_kernels_of_dk_and_dv_are_compiled_where_queries_are_clipped(compiled):
+def test_kernels_of_dk_and_dv_are_compiled_where_queries_are_clipped(compiled, monkeypatch):
+    monkeypatch.setattr(configs, "MIN_DYNAMIC_IMBALANCE", math.inf)
     first_rows = masks.full() - masks.block_pattern(lambda q, k: q == 2)
     plans = [
         call_first(pattern((q_len, 384)))
@@ -85,8 +86,12 @@ def test_calls_of_other_masks_need_every_kernel_that_a_mask_decides(pattern, det
         )
         assert [x.num_rows for x in directions] == [32, 32]
     assert found == {(True, True), (False, False)}
-    others = [*compilation._calls_of_other_masks(call)]
-    assert len({compilation._compiled_for(x.plan) for x in others}) == 2
-    assert compilation._compiled_for(call.plan) in [
-        compilation._compiled_for(x.plan) for x in others
-    ]
+    others = [compilation._compiled_for(x.plan) for x in compilation._calls_of_other_masks(call)]
+    assert len({*others}) == 4
+    assert compilation._compiled_for(call.plan) in others
+
+
+def test_kernels_of_the_other_tile_scheduler_are_compiled(compiled):
+    for pattern in (masks.local(300), masks.causal(), masks.local(300), masks.causal()):
+        call_first(pattern(4096))
+    assert len(compiled) == 2
