@@ -57,7 +57,7 @@ class _CompilingDriver:
 
 
 def _build_launcher(compiled: Any) -> None:
-    """Lets the C compiler build the function that launches a kernel, with Triton up to 3.7."""
+    """Lets the C compiler build the function that launches a kernel, with Triton before 3.8."""
     from triton.backends.nvidia import driver
 
     if hasattr(driver, "make_launcher"):
@@ -76,7 +76,7 @@ def _skip_packages(root: Path) -> None:
 def hash_sources(module: str) -> None:
     """Lets Triton hash all device functions of the package of a module, in a fixed order.
 
-    With Triton up to 3.8 the hash of a function depends on which others were hashed before. So
+    With Triton 3.6 the hash of a function depends on which others were hashed before. So
     processes that compile kernels in different orders would not find one another's in the cache.
     """
     from triton import JITFunction

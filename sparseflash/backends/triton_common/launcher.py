@@ -113,7 +113,7 @@ _COMPILED: dict[tuple, tuple] = {}
 class _Compilation(Executor):
     """Kernels that are compiled in parallel, and are ready to be launched at the end.
 
-    At the first launch of a kernel, Triton up to 3.7 has a C compiler build the function that
+    At the first launch of a kernel, Triton before 3.8 has a C compiler build the function that
     launches it, and loads the kernel. Here the C compiler runs in the thread that has compiled the
     kernel, beside those of other kernels.
 

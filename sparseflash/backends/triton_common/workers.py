@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Thread, get_ident
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from sparseflash.backends.triton_common import compile_worker
 VARIABLE = "SPARSEFLASH_COMPILE_WORKERS"
 MIN_CORES = 3  # with fewer, the processes would slow down the call that started them
 RESERVED_CORES = 2  # left to the call
+MAX_WAIT = 120  # seconds; a kernel takes 3 to 5 on a core that nothing else uses
 
 
 class Description(NamedTuple):
@@ -109,9 +111,13 @@ class Workers:
                 Thread(target=process.wait, daemon=True).start()
 
     def wait(self, keys: set[str]) -> None:
-        """Waits until the processes that compile these kernels have ended."""
+        """Waits until the processes that compile these kernels have ended.
+
+        After MAX_WAIT seconds the call compiles them itself.
+        """
         for key in keys & {*self._processes}:
-            self._processes[key].wait()
+            with suppress(subprocess.TimeoutExpired):
+                self._processes[key].wait(MAX_WAIT)
 
     def stop(self) -> None:
         """Ends all processes."""
