@@ -228,9 +228,11 @@ def _run_of(blocks: Tensor, size: int, total: int) -> Run | None:
     first = int(blocks[0, 0])
     step = int(blocks[1, 0]) - first if problems > 1 else count
     begins = first + step * torch.arange(problems, device="cpu").unsqueeze(1)
-    if not torch.equal(blocks, begins + torch.arange(count, device="cpu")):
+    # A view cannot have a negative stride.
+    if step < 0 or not torch.equal(blocks, begins + torch.arange(count, device="cpu")):
         return None
-    return Run(first, step, count, problems, count * size, problems * count == total)
+    whole = first == 0 and step == count and problems * count == total
+    return Run(first, step, count, problems, count * size, whole)
 
 
 class Layout(NamedTuple):

@@ -1,4 +1,5 @@
 from functools import partial
+from itertools import permutations, product
 
 import pytest
 import torch
@@ -398,6 +399,26 @@ def test_blocks_at_equal_steps_of_grouped_heads(pattern, kv_heads):
     dense = dense_mask(pattern, 96, 96)
     for strides in STRIDES:
         check(dense, make_inputs(2, 4, 96, 96, 8, kv_heads=kv_heads, strides=strides), 16)
+
+
+def masks_of_few_blocks():
+    """Small masks of blocks: rows in any order, and rows of consecutive blocks at any step."""
+    for order in permutations(range(3)):
+        yield torch.eye(3, dtype=torch.bool)[list(order)]
+    row, column = torch.arange(3).view(-1, 1), torch.arange(5)
+    for width, step, first in product((1, 2, 3), (-2, -1, 0, 1, 2), (0, 2, 4)):
+        begin = first + step * row
+        yield (column >= begin) & (column < begin + width)
+    for seed in range(20):
+        yield torch.rand(3, 4, generator=torch.Generator().manual_seed(seed)) < 0.5
+
+
+@pytest.mark.parametrize("side", [16, 64])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2)])
+def test_rows_of_blocks_in_any_order(heads, kv_heads, side):
+    for blocks in masks_of_few_blocks():
+        dense = blocks.repeat_interleave(side, 0).repeat_interleave(side, 1)
+        check(dense, make_inputs(1, heads, *dense.shape, 8, kv_heads=kv_heads), side)
 
 
 def test_decoding_starts_few_operations_of_torch():
