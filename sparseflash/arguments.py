@@ -13,8 +13,8 @@ from masks.mask_batch import CompiledMask
 
 AnyMask = Pattern | CompiledMask
 FULL = full()
-# Lengths on a GPU that were in range: the number of their changes in place, and k_len.
-_IN_RANGE: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()
+# The least and the largest of lengths on a GPU, and how often they had been changed in place.
+_RANGES: MutableMapping[Tensor, tuple[int, int, int]] = WeakIdKeyDictionary()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The function that makes a mask from an object of another type. This BlockMask is FlexAttention's.
 _MAKERS = {
@@ -138,28 +138,39 @@ def check_key_lengths(lengths: Tensor, query: Tensor) -> None:
 def lengths_in_range(lengths: Tensor | None, k_len: int, device: torch.device) -> Tensor | None:
     """Key lengths as backends read them: int32, contiguous, on the device of the keys.
 
-    To read lengths on a GPU, the host waits for it. So they are read once, by the first of the
-    layers that share them, and again after they were changed in place.
-
     Raises:
         ValueError: A length is not in [0, k_len]. While a CUDA graph is captured, lengths are
             clamped instead.
     """
     if lengths is None:
         return None
-    if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+    remembered = lengths.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not remembered:
+        least, largest, remembered = _range_of(lengths)
+        if not 0 <= least <= largest <= k_len:
+            raise ValueError(f"key_lengths must be 0 to {k_len}, got {lengths.tolist()}")
+    if remembered:  # something that torch does not count may have written other lengths since
         lengths = lengths.clamp(0, k_len)
-    else:
-        # Tensors of inference_mode do not count their changes.
-        remembers = lengths.is_cuda and not lengths.is_inference()
-        state = (lengths._version, k_len) if remembers else None
-        if state is None or _IN_RANGE.get(lengths) != state:
-            numbers = lengths.tolist()
-            if not all(0 <= n <= k_len for n in numbers):
-                raise ValueError(f"key_lengths must be 0 to {k_len}, got {numbers}")
-            if state is not None:
-                _IN_RANGE[lengths] = state
     return lengths.to(device, torch.int32).contiguous()
+
+
+def _range_of(lengths: Tensor) -> tuple[int, int, bool]:
+    """The least and the largest of some lengths, and whether they were read earlier.
+
+    To read lengths on a GPU, the host waits for it. So they are read once, by the first of the
+    layers that share them, and again after a change in place that torch counts.
+    """
+    remembers = lengths.is_cuda and not lengths.is_inference()
+    version = lengths._version if remembers else 0
+    if remembers and lengths in _RANGES:
+        *found, version_then = _RANGES[lengths]
+        if version_then == version:
+            return *found, True
+    numbers = lengths.tolist()
+    least, largest = min(numbers, default=0), max(numbers, default=0)
+    if remembers:
+        _RANGES[lengths] = least, largest, version
+    return least, largest, False
 
 
 def checked_mask(mask: AnyMask | None) -> AnyMask:

@@ -215,13 +215,15 @@ def test_lengths_on_a_gpu_are_read_once_and_after_each_change(monkeypatch):
     read, tolist, device = [], OnGpu.tolist, torch.device("cpu")
     monkeypatch.setattr(OnGpu, "tolist", lambda lengths: read.append(1) or tolist(lengths))
     lengths = torch.tensor([3, 10]).as_subclass(OnGpu)
-    for _ in range(3):
-        lengths_in_range(lengths, 10, device)
+    for k_len in (10, 10, 11):  # layers
+        lengths_in_range(lengths, k_len, device)
     assert len(read) == 1
     with pytest.raises(ValueError, match=r"must be 0 to 9, got \[3, 10\]"):
         lengths_in_range(lengths, 9, device)
+    lengths.data.fill_(99)  # a change that torch does not count
+    assert tolist(lengths_in_range(lengths, 10, device)) == [10, 10]
     lengths += 1
-    with pytest.raises(ValueError, match=r"must be 0 to 10, got \[4, 11\]"):
+    with pytest.raises(ValueError, match=r"must be 0 to 10, got \[100, 100\]"):
         lengths_in_range(lengths, 10, device)
     with torch.inference_mode():
         lengths, read[:] = torch.tensor([3, 10]).as_subclass(OnGpu), []
