@@ -26,8 +26,6 @@ def pack(pairs: Tensor) -> Tensor:
 
 def pack_bytes(pairs: Tensor) -> Tensor:
     """bool (..., bk) -> uint8 (..., bk / 8); bk is a multiple of 8."""
-    if pairs.device.type == "cpu":
-        return torch.from_numpy(np.packbits(pairs.numpy(), axis=-1, bitorder="little"))
     # Eight bools are the bytes of an int64. One product gathers their low bits in its top byte:
     # the low bit of byte i becomes bit i.
     octets = _viewable(pairs).view(torch.int64)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from masks._core.bit_tiles import (
     deduplicate,
@@ -229,7 +230,7 @@ def from_strips(
             found = pairs(mask, queries) if every else pairs(mask, queries, chosen)
             if overlap:
                 found = torch.cat([found[:, :-width], found[:, overlap - width :]], 1)
-            return pack_bytes(_pad_to_multiple(found, 1, grid.bk))
+            return _packed(_pad_to_multiple(found, 1, grid.bk))
 
         return read
 
@@ -312,6 +313,14 @@ def _decided(
     if not read.any():
         read[0] = True  # so that at least one is
     return all_attend.repeat_interleave(width // grid.bk)[: grid.nk], first[read]
+
+
+def _packed(pairs: Tensor) -> Tensor:
+    """pack_bytes, by numpy where it can read the tensor: it takes a fourth of the time."""
+    wrapped = type(pairs) is not Tensor or is_functorch_wrapped_tensor(pairs)
+    if pairs.device.type != "cpu" or wrapped:
+        return pack_bytes(pairs)
+    return torch.from_numpy(np.packbits(pairs.numpy(), axis=-1, bitorder="little"))
 
 
 def _runs_of_spans(first: Tensor, width: int) -> Sequence[Tensor]:
