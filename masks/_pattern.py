@@ -18,7 +18,7 @@ from masks._core.tracing import untraced
 from masks.arguments import to_python
 from masks.block_mask import BlockMask
 from masks.predicates import from_block_predicate, from_predicate
-from masks.registry import Handled
+from masks.registry import OF_DEFAULT_SIZE, Handled
 
 P = ParamSpec("P")
 DEFAULT_SIZE = (128, 128)
@@ -67,7 +67,11 @@ class Pattern(Handled):
         """
         size = self.block_size if block_size is None else block_size
         with untraced():
-            return self.build(Grid.of(seq_len, size, device))
+            mask = self.build(Grid.of(seq_len, size, device))
+        chosen = self.recipe is not None and self.recipe.maker == "with_block_size"
+        if block_size is None and size == DEFAULT_SIZE and not chosen:
+            mask.cache[OF_DEFAULT_SIZE] = True
+        return mask
 
     def with_block_size(self, block_size: int | tuple[int, int]) -> "Pattern":
         """The same pattern with another default block size, which attention and modules use.

@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 MAX_ENTRIES = 1024
+OF_DEFAULT_SIZE = "of default size"  # key in the cache of a mask whose block size was not given
 
 _objects: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _numbers = count()

@@ -12,7 +12,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from masks import BlockMask
 from masks._core.grid import BLOCK_SIDES
-from masks.mask_batch import CompiledMask
 from masks.progress import Progress, late_bar
 from sparseflash import backends, io_model
 from sparseflash._attention import attention
@@ -28,19 +27,17 @@ from sparseflash.arguments import (
 )
 from sparseflash.backends.base import Backend, BackendError
 from sparseflash.backends.select import reasons_against, select_passes
+from sparseflash.block_hint import better_blocks, cost_model
 from sparseflash.dispatch.call import Call
 from sparseflash.dispatch.plan import compiled_mask, fixed_block_sizes, make_plan
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.gap import ROUNDS, SECONDS, Gap, split, variants
-from sparseflash.io_model import device_like
 from sparseflash.options import AttentionOptions, OptionKeywords
 from sparseflash.score import checked_score_tensors
 from sparseflash.timing import Turn, rested_turns, sustained_ms
 
 TIMED = {"device": "measured", "full": "full", "dense": "dense"}  # fields of Explanation
 MOST_SECONDS = 10.0  # of the rounds of a pass, unless two rounds take longer
-SIDES = (64, 128)  # of blocks in which a mask may be faster
-FASTER = 0.9  # blocks of another size are recommended below this ratio of predicted times
 
 
 @dataclass(frozen=True)
@@ -206,7 +203,7 @@ def explain(
     if forward is not chosen:
         configuration["forward"] = f"by the backend {forward.name}"
     explanation = Explanation(spec, compiled.density, chosen.name, configuration, why_not)
-    explanation = replace(explanation, better_blocks=_better_blocks(spec, chosen, compiled))
+    explanation = replace(explanation, better_blocks=better_blocks(spec, chosen, compiled))
     if not measure:
         return explanation
 
@@ -325,38 +322,9 @@ def _times(passes: Sequence[Pass], sustained: Sequence[float | None]) -> dict[st
     }
 
 
-def _better_blocks(
-    spec: AttentionSpec, backend: Backend, mask: CompiledMask
-) -> tuple[int, float] | None:
-    """See Explanation."""
-    cost = _model(spec, backend)
-    if cost is None or not isinstance(mask, BlockMask):
-        return None
-
-    def seconds(same: BlockMask) -> float:
-        passes = (cost(same, direction=d, backend=spec.backend) for d in io_model.DIRECTIONS)
-        return sum(each.seconds for each in passes)
-
-    times = {
-        side: seconds(mask.reblock(side)) for side in SIDES if (side, side) != spec.block_size
-    }
-    side = min(times, key=lambda side: times[side])
-    share = times[side] / seconds(mask)
-    return (side, share) if share <= FASTER else None
-
-
 def _filled(spec: AttentionSpec, backend: Backend, mask: BlockMask, direction: str) -> float:
     """Share of the waves of work tiles that is filled; 1 if the call is not modelled."""
-    cost = _model(spec, backend)
+    cost = cost_model(spec, backend)
     return (
         1.0 if cost is None else cost(mask, direction=direction, backend=backend.name).filled_waves
     )
-
-
-def _model(spec: AttentionSpec, backend: Backend) -> Callable[..., io_model.Cost] | None:
-    """io_model.attention with all arguments of a call except the mask; None if not modelled."""
-    modelled = backend.name in io_model.BACKENDS and not spec.few_queries
-    device = device_like(spec.device) if modelled else None
-    sizes = {"batch": spec.batch, "heads": spec.heads, "kv_heads": spec.kv_heads}
-    properties = {"head_dim": spec.head_dim, "dtype": spec.dtype, "device": device}
-    return partial(io_model.attention, **sizes, **properties) if device else None

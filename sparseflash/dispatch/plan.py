@@ -15,6 +15,7 @@ from masks.registry import Cache
 from sparseflash.arguments import AnyMask, check_tensors
 from sparseflash.backends.base import Backend
 from sparseflash.backends.select import select_passes
+from sparseflash.block_hint import hint_at_better_blocks
 from sparseflash.compiled import stores_masks
 from sparseflash.dispatch.call import Plan
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
@@ -95,6 +96,7 @@ def find_plan(
         )
         selections[shared] = spec, *select_passes(spec, compiled)
     spec, backend, forward = selections[shared]
+    hint_at_better_blocks(spec, backend, mask)
     plan = mask.cache[signature] = make_plan(spec, backend, forward, mask)
     return plan
 

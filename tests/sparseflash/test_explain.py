@@ -7,7 +7,7 @@ import torch
 
 import masks
 import sparseflash
-from sparseflash import _explain, backends
+from sparseflash import _explain, backends, io_model
 from sparseflash.gap import ROUNDS
 from sparseflash.io_model.device import DEVICES
 from sparseflash.timing import Turn
@@ -35,7 +35,7 @@ def test_backend_configuration_and_reasons():
     ids=repr,
 )
 def test_better_blocks_on_a_device_that_is_modelled(pattern, better, monkeypatch):
-    monkeypatch.setattr(_explain, "device_like", lambda _: DEVICES["H200"])
+    monkeypatch.setattr(io_model, "device_like", lambda _: DEVICES["H200"])
     found = sparseflash.explain(*tensors(4096, head_dim=64), pattern, backend="triton")
     if better is None:
         assert found.better_blocks is None
