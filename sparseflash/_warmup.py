@@ -38,10 +38,9 @@ def warmup(
     """Compiles the kernels of `attention` in parallel, before a call needs them.
 
     Without warmup, the first call that needs new kernels compiles those of both passes in parallel
-    threads. Meanwhile processes on other cores compile those that masks with and without partial
-    blocks, and with rows of equal and of unequal lengths, would need; no call waits for a process
-    unless it needs its kernels. The environment variable SPARSEFLASH_COMPILE_WORKERS is the number
-    of these processes, 0 for none. By default there are none with fewer than three cores.
+    threads. If the environment variable SPARSEFLASH_COMPILE_WORKERS is above 0, so many processes
+    compile meanwhile those that masks with and without partial blocks, and with rows of equal and
+    of unequal lengths, would need. By default there are none: no GPU has run them yet.
 
     The compiled kernels depend on dtype, head dim, block size, options, the number of
     query heads per key head, and on whether a mask has partial blocks. They hardly ever depend on

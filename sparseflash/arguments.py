@@ -163,9 +163,9 @@ def _range_of(lengths: Tensor) -> tuple[int, int, bool]:
     remembers = lengths.is_cuda and not lengths.is_inference()
     version = lengths._version if remembers else 0
     if remembers and lengths in _RANGES:
-        *found, version_then = _RANGES[lengths]
+        least, largest, version_then = _RANGES[lengths]
         if version_then == version:
-            return *found, True
+            return least, largest, True
     numbers = lengths.tolist()
     least, largest = min(numbers, default=0), max(numbers, default=0)
     if remembers:

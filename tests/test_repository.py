@@ -58,6 +58,7 @@ ABOUT_NO_MODULE = {
     "sparseflash/backends/triton_common/test_repeated_launches.py",  # of both Triton backends
     "sparseflash/nn/test_parallel.py",
     "sparseflash/distributed/test_gpus.py",
+    "sparseflash/distributed/test_memory.py",
     "sparseflash/test_default_device.py",
     "sparseflash/test_dynamic_masks.py",
     "sparseflash/test_endurance.py",

@@ -173,8 +173,8 @@ def compile_only(run: Callable[[], object], other: Callable[[], object] | None =
 
     Args:
         run: A function that launches kernels.
-        other: Another one. Processes compile its kernels, for which nothing waits here: see
-            workers.py.
+        other: Another one. If the user allows processes, they compile its kernels, for which
+            nothing waits here: see workers.py.
     """
 
     def compile_in_threads() -> None:
@@ -182,13 +182,15 @@ def compile_only(run: Callable[[], object], other: Callable[[], object] | None =
             # Before the first compilation Triton hashes its files, and the first use of its driver
             # runs a C compiler. Both take long, and run beside one another.
             hashed = pool.submit(triton_key)
-            _COMPILATION.set(own := _Descriptions())
-            run()
-            if other is not None and workers.number_of_workers():
-                _COMPILATION.set(others := _Descriptions())
-                other()
-                workers.WORKERS.start({key: others[key] for key in others.keys() - own.keys()})
-            workers.WORKERS.wait({*own})
+            own = _Descriptions()
+            if workers.number_of_workers():
+                _COMPILATION.set(own)
+                run()
+                if other is not None:
+                    _COMPILATION.set(others := _Descriptions())
+                    other()
+                    workers.WORKERS.start({key: others[key] for key in others.keys() - own.keys()})
+                workers.WORKERS.wait({*own})
             hashed.result()
             compilation = _Compilation(pool)
             _COMPILATION.set(compilation)

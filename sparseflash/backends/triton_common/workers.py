@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 from threading import Lock, Thread, get_ident
 from typing import Any, NamedTuple
 
@@ -23,10 +22,7 @@ from triton.runtime import driver
 
 from sparseflash.backends.triton_common import compile_worker
 
-# Number of processes, in place of that which the cores allow; 0 for none.
 VARIABLE = "SPARSEFLASH_COMPILE_WORKERS"
-MIN_CORES = 3  # with fewer, the processes would slow down the call that started them
-RESERVED_CORES = 2  # left to the call
 MAX_WAIT = 120  # seconds; a kernel takes 3 to 5 on a core that nothing else uses
 
 
@@ -126,7 +122,11 @@ class Workers:
 
 
 def _start(kernels: list[Description]) -> subprocess.Popen:
-    job = {"path": sys.path, "target": _target(), "kernels": [x._asdict() for x in kernels]}
+    job = {
+        "path": [str(path) for path in sys.path],
+        "target": _target(),
+        "kernels": [x._asdict() for x in kernels],
+    }
     process = subprocess.Popen(
         [sys.executable, "-P", compile_worker.__file__],
         stdin=subprocess.PIPE,
@@ -141,17 +141,11 @@ def _start(kernels: list[Description]) -> subprocess.Popen:
 
 
 def number_of_workers() -> int:
-    """The most processes at a time: a core each of those that this process has."""
-    asked = os.environ.get(VARIABLE)
-    if asked is not None:
-        if not asked.isdecimal():
-            raise ValueError(f"{VARIABLE} must be a number of processes, got {asked!r}")
-        return int(asked)
-    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
-    cores = len(os.sched_getaffinity(0)) // ranks
-    if cores < MIN_CORES or "python" not in Path(sys.executable or "").name:  # it may be embedded
-        return 0
-    return cores - RESERVED_CORES
+    """The number of processes that a call may start. By default none."""
+    asked = os.environ.get(VARIABLE, "0")
+    if not asked.isdecimal():
+        raise ValueError(f"{VARIABLE} must be a number of processes, got {asked!r}")
+    return int(asked)
 
 
 WORKERS = Workers()

@@ -1,6 +1,5 @@
 """Processes that compile kernels for calls that may follow."""
 
-import os
 import subprocess
 from types import SimpleNamespace
 from typing import Any
@@ -67,33 +66,14 @@ def test_no_process_is_started_where_the_system_has_none(started, monkeypatch):
     workers.WORKERS.wait({"a"})
 
 
-@pytest.mark.parametrize(
-    ("cores", "environment", "number"),
-    [
-        (1, {}, 0),
-        (2, {}, 0),
-        (3, {}, 1),
-        (64, {}, 62),
-        (64, {"LOCAL_WORLD_SIZE": "8"}, 6),
-        (16, {"LOCAL_WORLD_SIZE": "8"}, 0),
-        (2, {workers.VARIABLE: "4"}, 4),
-        (64, {workers.VARIABLE: "0"}, 0),
-    ],
-)
-def test_processes_leave_cores_to_the_call(monkeypatch, cores, environment, number):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
-    for name in ("LOCAL_WORLD_SIZE", workers.VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert workers.number_of_workers() == number
-
-
-def test_a_program_that_is_no_python_starts_no_process(monkeypatch):
+def test_by_default_there_are_no_processes(log, monkeypatch):
     monkeypatch.delenv(workers.VARIABLE, raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
-    monkeypatch.setattr(workers.sys, "executable", "/opt/editor")
-    assert workers.number_of_workers() == 0
+    monkeypatch.setattr(workers, "describe", None)
+    monkeypatch.setattr(workers, "WORKERS", None)
+    own = Kernel("own")
+    launcher.compile_only(lambda: launch(own), lambda: launch(Kernel("other")))
+    assert own.compiled
+    assert log.marked == []
 
 
 def test_a_wrong_number_of_processes_is_refused(monkeypatch):
