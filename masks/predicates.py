@@ -101,6 +101,7 @@ def _in_threads(read: Callable, strips: list) -> Iterator:
         torch.set_grad_enabled(False)  # of this thread; see _modes_of_masks
 
     try:
+        torch.set_num_threads(1)  # all cores are busy: more threads would wait for one another
         with ThreadPoolExecutor(threads, initializer=start) as pool:
             yield from pool.map(read, strips)
     finally:
