@@ -49,6 +49,7 @@ class ContextParallelAttention(torch.autograd.Function):
         shared = None if rows is None else SharedForward(prepared, rows, query)
         out, lse, calls, saved = _forward(prepared, query, key, value, shared)
         ctx.prepared, ctx.calls, ctx.shared_call = prepared, calls, None
+        ctx.fetches = prepared.plan.fetches_again
         if shared is not None:
             shared.merge_into(out, lse)
             ctx.shared_call, saved = shared.call, [*saved, shared.query]
@@ -168,6 +169,9 @@ class _Backward:
         self._needs = (*ctx.needs_input_grad[:5], any(ctx.needs_input_grad[6:]))
         self._query, self._key, self._value, _, self._out, self._lse, *saved = ctx.saved_tensors
         self._saved = saved[len(ctx.needs_input_grad[6:]) :]
+        # After a first backward pass, which frees saved keys, every rank fetches them again, also
+        # one that had nothing to free.
+        self._fetches, ctx.fetches = ctx.fetches, True
         self._steps = self._prepared.part.steps
         self._shared: SharedBackward | None = None
         if self._prepared.part.shared is not None:
@@ -217,16 +221,12 @@ class _Backward:
         ]
 
     def _fetched_of_steps(self) -> Iterator[list[Tensor]]:
-        """The keys and values of each step. If they are fetched, the next ones are on their way.
-
-        They are fetched if they were not saved, or if an earlier backward pass over the same graph
-        has freed them.
-        """
+        """The keys and values of each step; while one is computed, the next ones are fetched."""
         saved = [self._saved[i : i + 2] for i in range(0, len(self._saved), 2)]
         self._saved = []
-        if saved and not any(_is_freed(x) for both in saved for x in both):
-            return (saved.pop(0) for _ in self._steps)
-        return self._fetched_again(self._fetch(0)) if self._steps else iter(())
+        if self._fetches and self._steps:
+            return self._fetched_again(self._fetch(0))
+        return (saved.pop(0) for _ in self._steps)
 
     def _fetched_again(self, fetch: "_Fetch") -> Iterator[list[Tensor]]:
         for number in range(1, len(self._steps) + 1):
@@ -419,10 +419,6 @@ def free(tensors: Sequence[Tensor]) -> None:
     """Frees the memory of keys and values that autograd would keep until the pass has ended."""
     for each in tensors:
         each.untyped_storage().resize_(0)
-
-
-def _is_freed(tensor: Tensor) -> bool:
-    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _add(

@@ -399,9 +399,9 @@ def same_bits(rank: int, split: str) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def second_backward_pass(rank: int, split: str) -> tuple[bool, bool]:
+def second_backward_pass(rank: int, mask_name: str, split: str) -> tuple[bool, bool]:
     """Whether two backward passes over one graph give the same bits, and the first frees keys."""
-    plan = plan_of(mask_of("random"), dist.get_world_size(), "contiguous", split)
+    plan = plan_of(mask_of(mask_name), dist.get_world_size(), "contiguous", split)
     own = [plan.shard(x, rank, 2).requires_grad_() for x in inputs(torch.float32)[:3]]
     fetched: list[Tensor] = []
     free = passes.free
