@@ -1,4 +1,4 @@
-"""Whether blocks of another size are predicted to be faster, and the hint that says so once."""
+"""Whether blocks of another size are predicted to be faster, and the hint that says so."""
 
 import logging
 from collections.abc import Callable
@@ -23,8 +23,12 @@ FASTER = 0.9  # blocks of another size are recommended below this ratio of predi
 # have no zeros that smaller blocks would skip.
 MOST_BLOCKS = 2**16
 LEAST_PARTIAL = (1 - FASTER) / 0.75
+# So many masks are examined in a process, each in up to a second: training with sequences of many
+# lengths makes a mask for each length.
+MOST_MASKS = 4
 
 logger = logging.getLogger("sparseflash")
+_examined: list[str] = []  # the texts of masks
 
 
 def better_blocks(
@@ -61,7 +65,7 @@ def cost_model(spec: AttentionSpec, backend: Backend) -> "Callable[..., Cost] | 
 
 
 def hint_at_better_blocks(spec: AttentionSpec, backend: Backend, mask: CompiledMask) -> None:
-    """Logs once for each mask of the default block size that another size may be faster.
+    """Logs that another block size may be faster, for the first masks of the default size.
 
     It is called when a plan is made, and only for a device that sparseflash.io_model has.
     """
@@ -77,6 +81,9 @@ def hint_at_better_blocks(spec: AttentionSpec, backend: Backend, mask: CompiledM
     few = mask.nnz_blocks <= MOST_BLOCKS and mask.partial_blocks >= LEAST_PARTIAL * mask.nnz_blocks
     if not few or (spec.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return
+    if len(_examined) == MOST_MASKS:
+        return
+    _examined.append(repr(mask))
     if better := better_blocks(spec, backend, mask):
         side, share = better
         logger.warning(

@@ -21,6 +21,7 @@ def plan_for(mask, tokens=4096, heads=2):
 @pytest.fixture
 def hints(monkeypatch, caplog):
     monkeypatch.setattr(io_model, "device_like", lambda _: DEVICES["H200"])
+    monkeypatch.setattr(block_hint, "_examined", [])
     caplog.set_level("WARNING", logger="sparseflash")
     return caplog
 
@@ -64,3 +65,9 @@ def test_no_hint_for_a_device_that_is_not_modelled_or_a_mask_that_takes_long(hin
     monkeypatch.setattr(io_model, "device_like", lambda _: DEVICES["H200"])
     plan_for(mask, heads=4)
     assert len(hints.messages) == 1
+
+
+def test_only_the_first_masks_of_a_process_are_examined(hints):
+    for tokens in range(2048, 2048 + 128 * 8, 128):
+        plan_for(NARROW(tokens), tokens)
+    assert len(hints.messages) == block_hint.MOST_MASKS
