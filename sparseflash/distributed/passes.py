@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from sparseflash.dispatch.autograd import plain
 from sparseflash.dispatch.call import Call
@@ -47,9 +48,14 @@ class ContextParallelAttention(torch.autograd.Function):
     ):
         rows = prepared.part.shared
         shared = None if rows is None else SharedForward(prepared, rows, query)
-        out, lse, calls, saved = _forward(prepared, query, key, value, shared)
+        out, lse, calls, fetched = _forward(prepared, query, key, value, shared)
         ctx.prepared, ctx.calls, ctx.shared_call = prepared, calls, None
-        ctx.fetches = prepared.plan.fetches_again
+        # The first backward pass deletes what was fetched, so a later one fetches it again. All
+        # ranks decide by this, and not by what they have: a rank may receive nothing.
+        ctx.fetches, ctx.fetched, saved = prepared.plan.fetches_again, fetched, []
+        if _hooks_are_active():
+            # Checkpointing and offloading decide what is saved of the fetched keys, too.
+            ctx.fetched, saved = [], [x for both in fetched for x in both]
         if shared is not None:
             shared.merge_into(out, lse)
             ctx.shared_call, saved = shared.call, [*saved, shared.query]
@@ -68,13 +74,22 @@ class ContextParallelAttention(torch.autograd.Function):
         return *grads, None, *of_scores
 
 
-Result = tuple[Tensor, Tensor, list[Call | None], list[Tensor]]
+def _hooks_are_active() -> bool:
+    """Whether hooks of the user get the tensors that autograd saves."""
+    try:
+        with disable_saved_tensors_hooks("hooks are active"):  # which raises this if there are any
+            return False
+    except RuntimeError:
+        return True
+
+
+Result = tuple[Tensor, Tensor, list[Call | None], list[list[Tensor]]]
 
 
 def _forward(
     prepared: Prepared, query: Tensor, key: Tensor, value: Tensor, shared: SharedForward | None
 ) -> Result:
-    """(out, lse, call of each step or None, keys and values of all steps if they are saved)"""
+    """(out, lse, call of each step or None, keys and values of each step if they are saved)"""
     steps, at_once = prepared.part.steps, not prepared.plan.fetches_again
     fetches = deque(_Fetch(prepared, key, value, x) for x in (steps if at_once else steps[:1]))
     whole = _own_part(prepared, query, key, value)
@@ -90,7 +105,7 @@ def _forward(
             fetches.append(_Fetch(prepared, key, value, steps[number + 1]))
         call, result = _fetched_part(prepared, step, fetched, query)
         calls.append(call)
-        saved += fetched if at_once else []
+        saved += [fetched] if at_once else []
         if whole is None:
             whole = result
         elif result is not None:
@@ -168,17 +183,18 @@ class _Backward:
         self._grad_out, self._grad_lse = grads
         self._needs = (*ctx.needs_input_grad[:5], any(ctx.needs_input_grad[6:]))
         self._query, self._key, self._value, _, self._out, self._lse, *saved = ctx.saved_tensors
-        self._saved = saved[len(ctx.needs_input_grad[6:]) :]
-        # After a first backward pass, which frees saved keys, every rank fetches them again, also
-        # one that had nothing to free.
-        self._fetches, ctx.fetches = ctx.fetches, True
+        saved = saved[len(ctx.needs_input_grad[6:]) :]
         self._steps = self._prepared.part.steps
         self._shared: SharedBackward | None = None
         if self._prepared.part.shared is not None:
-            self._shared_query = self._saved.pop()
-            saved = (self._out, self._lse)
-            self._shared = SharedBackward(self._prepared, self._prepared.part.shared, saved, grads)
-            self._shared_call = ctx.shared_call
+            self._shared_query = saved.pop()
+            of_rows = (self._out, self._lse)
+            shared = SharedBackward(self._prepared, self._prepared.part.shared, of_rows, grads)
+            self._shared, self._shared_call = shared, ctx.shared_call
+        self._fetched: list[list[Tensor]] = ctx.fetched
+        if saved:  # by hooks
+            self._fetched = [saved[i : i + 2] for i in range(0, len(saved), 2)]
+        self._fetches, ctx.fetches, ctx.fetched = ctx.fetches, True, []
         # Sums of many gradients are computed in float32, and rounded once.
         several = len(self._steps) > 1 or self._shared is not None
         many = self._prepared.part.gradients_per_key > MOST_ROUNDED
@@ -199,7 +215,7 @@ class _Backward:
             self._add_own()
         for number, both in enumerate(fetched):
             grads = self._grads_of_step(number, both)
-            free(both)
+            both.clear()  # now, and not when the pass has ended
             returning += self._returned(number, grads)
             if own_last:  # gradients of all steps are sent while the own part is computed
                 self._hold_step(number, grads)
@@ -221,18 +237,21 @@ class _Backward:
         ]
 
     def _fetched_of_steps(self) -> Iterator[list[Tensor]]:
-        """The keys and values of each step; while one is computed, the next ones are fetched."""
-        saved = [self._saved[i : i + 2] for i in range(0, len(self._saved), 2)]
-        self._saved = []
-        if self._fetches and self._steps:
-            return self._fetched_again(self._fetch(0))
-        return (saved.pop(0) for _ in self._steps)
+        """The keys and values of each step. If they are fetched, the next ones are on their way.
 
-    def _fetched_again(self, fetch: "_Fetch") -> Iterator[list[Tensor]]:
+        They are fetched if they were not saved, or if this is not the first backward pass over the
+        graph.
+        """
+        if not self._fetches:
+            return iter(self._fetched)
+        self._fetched = []
+        return self._fetched_again(deque([self._fetch(0)])) if self._steps else iter(())
+
+    def _fetched_again(self, fetches: "deque[_Fetch]") -> Iterator[list[Tensor]]:
         for number in range(1, len(self._steps) + 1):
-            both = fetch.wait()
+            both = fetches.popleft().wait()
             if number < len(self._steps):
-                fetch = self._fetch(number)
+                fetches.append(self._fetch(number))
             yield both
 
     @property
@@ -415,12 +434,6 @@ def _part_of(grad: Tensor, tokens: Tokens) -> Tensor:
     return found
 
 
-def free(tensors: Sequence[Tensor]) -> None:
-    """Frees the memory of keys and values that autograd would keep until the pass has ended."""
-    for each in tensors:
-        each.untyped_storage().resize_(0)
-
-
 def _add(
     total: Tensor | None,
     heads: Heads,
@@ -487,7 +500,7 @@ class _Layout(NamedTuple):
         packed, begin = self.empty(tensor, sum(map(count, chosen))), 0
         for tokens in chosen:
             end = begin + count(tokens)
-            copy(packed, slice(begin, end), tensor, tokens)
+            copy_in_place(packed, tensor, slice(begin, end), tokens)
             begin = end
         return self.rows(packed)
 
@@ -497,13 +510,8 @@ def contiguous(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous():
         return tensor
     made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    copy(made, EVERY, tensor, EVERY)
+    copy_in_place(made, tensor, EVERY)
     return made
-
-
-def copy(target: Tensor, at: Tokens, source: Tensor, tokens: Tokens) -> None:
-    """Copies tokens of keys, values or gradients of them to tokens `at` of `target`."""
-    copy_in_place(target, source, at, tokens)
 
 
 class _Fetch:
@@ -525,7 +533,7 @@ class _Fetch:
                     in_place = layout.rows(attended)
             self._exchanges.append(Exchange(prepared.group, sent, *splits, what, in_place))
             if count(each.own):
-                copy(attended, each.own_at, own, each.own)
+                copy_in_place(attended, own, each.own_at, each.own)
             self._attended.append(attended)
 
     def wait(self) -> list[Tensor]:
@@ -535,7 +543,7 @@ class _Fetch:
             received = exchange.wait()
             if not in_place:
                 received = self._layout.tokens(received, attended)
-                copy(attended, self._round.received_at, received, slice(0, received.shape[2]))
+                copy_in_place(attended, received, self._round.received_at)
         return self._attended
 
 

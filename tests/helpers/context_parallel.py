@@ -2,6 +2,7 @@
 
 import os
 import random
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import masks
 import sparseflash
@@ -366,12 +369,23 @@ def bytes_copied(rank: int, mask_name: str, strategy: str, split: str) -> tuple[
     """Bytes of keys and values that are copied in the forward pass, and those of the plan; and
     bytes of gradients that are packed in the backward pass.
     """
-    copied = [0]
-    copy = passes.copy
+    copied, exchanging = [0], [False]
+    copy_in_place = passes.copy_in_place
 
-    def counted(target, at, source, tokens):
-        copied[0] += target[:, :, at].nbytes
-        copy(target, at, source, tokens)
+    def counted(total, part, rows, part_rows=slice(None)):
+        copied[0] += exchanging[0] * total[:, :, rows].nbytes
+        copy_in_place(total, part, rows, part_rows)
+
+    def of_exchange(function):
+        """The function, in which copies are those of keys, values and gradients of them."""
+
+        def exchanged(*arguments):
+            exchanging[0] = True
+            found = function(*arguments)
+            exchanging[0] = False
+            return found
+
+        return exchanged
 
     length = 256 if mask_name == "whole butterfly" else LENGTH
     mask = masks.butterfly()(length, BLOCK) if length == 256 else mask_of(mask_name)
@@ -379,7 +393,14 @@ def bytes_copied(rank: int, mask_name: str, strategy: str, split: str) -> tuple[
     value_dim = 2 * DIMS
     given = inputs(torch.float64, value_dim, length)[:3]
     own = [plan.shard(x, rank, 2).requires_grad_() for x in given]
-    with mock.patch.object(passes, "copy", counted):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(passes, "copy_in_place", counted))
+        for kind, name in (
+            *((passes._Fetch, "__init__"), (passes._Fetch, "wait")),
+            (passes._Return, "__init__"),
+        ):
+            wrapped = of_exchange(getattr(kind, name))
+            stack.enter_context(mock.patch.object(kind, name, wrapped))
         out = context_parallel_attention(*own, plan)
         forward = copied[0]
         out.sum().backward()
@@ -399,25 +420,46 @@ def same_bits(rank: int, split: str) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def second_backward_pass(rank: int, mask_name: str, split: str) -> tuple[bool, bool]:
-    """Whether two backward passes over one graph give the same bits, and the first frees keys."""
+def second_backward_pass(rank: int, mask_name: str, split: str) -> bool:
+    """Whether two backward passes over one graph give the same bits."""
     plan = plan_of(mask_of(mask_name), dist.get_world_size(), "contiguous", split)
     own = [plan.shard(x, rank, 2).requires_grad_() for x in inputs(torch.float32)[:3]]
-    fetched: list[Tensor] = []
-    free = passes.free
-
-    def freed(tensors):
-        fetched.extend(tensors)
-        free(tensors)
-
     out = context_parallel_attention(*own, plan).square().sum()
-    with mock.patch.object(passes, "free", freed):
-        first = torch.autograd.grad(out, own, retain_graph=True)
-    saved = {x.data_ptr() for x in fetched}
+    first = torch.autograd.grad(out, own, retain_graph=True)
     second = torch.autograd.grad(out, own)
-    equal = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    is_saved = not plan.fetches_again
-    return equal, is_saved and len(fetched) > 0 and saved == {0}
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def gradients_with_hooks(rank: int, hooks: str, split: str) -> list[bool]:
+    """Whether gradients, and those of a second pass, have the bits that they have without hooks.
+
+    The hooks are those of a user: what is saved is in arrays of numpy, in one buffer, or not
+    at all (checkpointing).
+    """
+    plan = plan_of(mask_of("causal"), dist.get_world_size(), "contiguous", split)
+    own = [plan.shard(x, rank, 2).requires_grad_() for x in inputs(torch.float32)[:3]]
+    expected = torch.autograd.grad(context_parallel_attention(*own, plan).square().sum(), own)
+    buffer, used = torch.zeros(1 << 20), [0]
+
+    def packed(tensor: Tensor) -> Tensor:
+        begin = used[0]
+        used[0] += tensor.numel()
+        buffer[begin : used[0]] = tensor.detach().flatten()
+        return buffer[begin : used[0]].view(tensor.shape)
+
+    if hooks == "checkpoint":
+        out = checkpoint(context_parallel_attention, *own, plan, use_reentrant=False)
+    elif hooks == "numpy":
+        with saved_tensors_hooks(lambda x: x.detach().numpy(), torch.from_numpy):
+            out = context_parallel_attention(*own, plan)
+    else:
+        with saved_tensors_hooks(packed, lambda x: x):
+            out = context_parallel_attention(*own, plan)
+    fetched = out.grad_fn.fetched  # pyright: ignore
+    out = out.square().sum()
+    passes_ = [torch.autograd.grad(out, own, retain_graph=True) for _ in range(2)]
+    equal = [all(map(torch.equal, grads, expected)) for grads in passes_]
+    return [*equal, fetched == []]
 
 
 def memory_of_gradients(rank: int) -> list[float]:

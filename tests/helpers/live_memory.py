@@ -65,7 +65,7 @@ def peak_in_shards(
     *inputs, grad_out = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
     inputs = [x.requires_grad_() for x in inputs]
     group = mock.Mock(rank=lambda: rank, size=lambda: plan.ranks)
-    with _nothing_computed(), LiveMemory() as live, _counting_freed(live):
+    with _nothing_computed(), LiveMemory() as live:
         for tensor in (*inputs, grad_out):
             live.ignore(tensor)
         with mock.patch("sparseflash.distributed.attention.process_group_of", return_value=group):
@@ -74,20 +74,6 @@ def peak_in_shards(
         grads = torch.autograd.grad(out, inputs, grad_out)
     del grads
     return forward / inputs[0].nbytes, live.peak / inputs[0].nbytes
-
-
-@contextmanager
-def _counting_freed(live: LiveMemory) -> Iterator[None]:
-    """A context in which memory that the backward pass frees is no longer counted."""
-    free = passes.free
-
-    def freed(tensors):
-        for each in tensors:
-            live.free(each.untyped_storage()._cdata)
-        free(tensors)
-
-    with mock.patch.object(passes, "free", freed):
-        yield
 
 
 @contextmanager
