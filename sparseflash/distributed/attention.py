@@ -78,6 +78,8 @@ def context_parallel_attention(
         value: (batch, kv_heads, tokens of this rank, value_dim).
         plan: The plan, equal on all ranks.
         group: The ranks, as a process group or a mesh of one dimension; by default all processes.
+            A plan of one rank needs none, unless it has shared rows and this is not the only
+            process of an initialised torch.distributed.
             With a mesh of two dimensions, (sequence, heads), the plan is made for the first
             dimension, and the ranks of the second divide the heads of a shard among them. Each
             passes its part of the tokens, plan.shard(...).tensor_split(ranks, dim), with all

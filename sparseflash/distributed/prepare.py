@@ -209,8 +209,9 @@ def prepare(
         _check_selected(mask, plan, rank)
     if group is None and len(plan.shared):
         raise ValueError(
-            "group must be a process group if the plan has shared rows, even for one rank, got "
-            "None: make_plan(..., shared_rows=()) makes a plan without them"
+            "group must be a process group of one rank if a plan of one rank has shared rows, got "
+            "None: init_process_group(..., world_size=1) or new_group([rank]) makes one, and "
+            "make_plan(..., shared_rows=()) a plan without shared rows"
         )
     seed_tensor = arguments.checked_seed(seed, checked.dropout_p)
     allowed = sorted({1, key.shape[1], query.shape[1]})

@@ -16,7 +16,10 @@ Group = ProcessGroup | DeviceMesh | None
 
 
 def process_group_of(group: Group, ranks: int) -> ProcessGroup | None:
-    """The process group of a call; None if the plan has one rank and no group is given.
+    """The process group of a call.
+
+    Without a group it is that of all processes if the plan has several ranks, or if the only
+    process has initialised torch.distributed; else None.
 
     Raises:
         TypeError: `group` has another type.
@@ -28,7 +31,7 @@ def process_group_of(group: Group, ranks: int) -> ProcessGroup | None:
         if group.ndim != 1:
             raise ValueError(f"group must be a mesh of one dimension, got {group}")
         group = group.get_group()
-    if group is None and ranks > 1 and dist.is_initialized():
+    if group is None and dist.is_initialized() and (ranks > 1 or dist.get_world_size() == 1):
         group = dist.group.WORLD
     size = 1 if group is None else group.size()
     if size != ranks:
@@ -145,7 +148,7 @@ def gather(shard: Tensor, plan: ContextPlan, dim: int, group: Group = None) -> T
     process_group = process_group_of(group, plan.ranks)
     rank = 0 if process_group is None else process_group.rank()
     plan.check_length("shard", shard, rank, dim)
-    if process_group is None:
+    if process_group is None or plan.ranks == 1:
         return plan.unshard([shard], dim)
     lengths = [len(plan.positions(each)) for each in range(plan.ranks)]
     padded = shard.movedim(dim, 0).new_empty(max(lengths), *shard.movedim(dim, 0).shape[1:])

@@ -462,6 +462,21 @@ def gradients_with_hooks(rank: int, hooks: str, split: str) -> list[bool]:
     return [*equal, fetched == []]
 
 
+def shared_rows_of_one_rank(rank: int) -> tuple[str, float]:
+    """The error of a call without a group, and the difference to attention with one."""
+    mask = mask_of("global tokens")
+    plan = make_plan(mask, 1, shared_rows=(0, 6, 13))
+    tensors = inputs(torch.float64)[:3]
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    refused = ""
+    try:
+        context_parallel_attention(*tensors, plan)
+    except ValueError as error:
+        refused = str(error)
+    out = context_parallel_attention(*tensors, plan, group=groups[rank])
+    return refused, difference(out, sparseflash.attention(*tensors, mask))
+
+
 def memory_of_gradients(rank: int) -> list[float]:
     """For gradients of key and value: the memory that they keep over their own."""
     plan = make_plan(mask_of("butterfly"), dist.get_world_size(), "contiguous", split="rows")

@@ -250,6 +250,20 @@ def test_one_rank_needs_no_group():
     assert torch.equal(gather(out.detach(), plan, 2), out)
 
 
+def test_the_only_process_is_the_group_of_shared_rows(tmp_path):
+    """A plan of one rank may have shared rows: they are exchanged within that process."""
+    started = Ranks(1, tmp_path / "meeting")
+    check_exact(started.run(cases.errors, "global tokens", "contiguous", "shared rows", {}))
+    started.close()
+
+
+def test_shared_rows_of_one_rank_among_several_need_its_group(two_ranks):
+    for answer in two_ranks.run(cases.shared_rows_of_one_rank):
+        refused, difference = answer
+        assert "group must be a process group of one rank" in refused
+        assert difference < EXACT
+
+
 class Subclass(torch.Tensor):
     """A tensor of which kernels cannot know where its memory is."""
 
@@ -312,7 +326,7 @@ def test_wrong_arguments_are_named():
     shared = make_plan(masks.full()(100, 16), 1, shared_rows=[0])
     with pytest.raises(ValueError, match="mask must be None if the plan has shared rows"):
         context_parallel_attention(*tensors, shared, mask=mask)
-    with pytest.raises(ValueError, match="group must be a process group if the plan has shared"):
+    with pytest.raises(ValueError, match="group must be a process group of one rank"):
         context_parallel_attention(*tensors, shared)
     with pytest.raises(ValueError, match=r"mask must be selected from plan.mask_of\(0\)"):
         context_parallel_attention(*tensors, plan, mask=mask)
