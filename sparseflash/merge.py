@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -60,10 +61,12 @@ def merge_in_place(
         part_out, part_lse: The same of a part, with tokens of its own.
         rows: The tokens of out that are merged: int64, all different, or a slice.
         part_rows: As many tokens of the part, one for each of them.
+
+    The part may have another dtype than out.
     """
     (out, lse), index = _views((out, lse), rows)
     (part_out, part_lse), part_index = _views((part_out, part_lse), part_rows)
-    if out.is_cuda and lse.dtype == torch.float32 and out.dtype == part_out.dtype:
+    if _has_kernels(out, part_out) and lse.dtype == torch.float32:
         from sparseflash.backends.triton.merge import merge_rows  # imports Triton
 
         merge_rows(out, lse, part_out, part_lse, index, part_index)
@@ -95,11 +98,13 @@ def add_in_place(
 
         add_rows(total, part, index, part_index)
     else:
-        part = part if part_index is None else part[:, :, part_index]
+        part = part if part_index is None else part.index_select(2, part_index)
         if index is None:
             total += part
-        else:
+        elif torch.promote_types(total.dtype, part.dtype) == total.dtype:
             total.index_add_(2, index, part.to(total.dtype))
+        else:  # rounded once, as the kernel does
+            total.index_copy_(2, index, (total.index_select(2, index) + part).to(total.dtype))
 
 
 def copy_in_place(
@@ -114,9 +119,14 @@ def copy_in_place(
         from sparseflash.backends.triton.merge import copy_rows  # imports Triton
 
         copy_rows(total, part, index, part_index)
+    elif index is None and total.dtype == part.dtype:
+        torch.index_select(part, 2, cast(Tensor, part_index), out=total)
     else:
         part = part if part_index is None else part.index_select(2, part_index)
-        total[:, :, slice(None) if index is None else index] = part.to(total.dtype)
+        if index is None:
+            total.copy_(part)
+        else:
+            total.index_copy_(2, index, part.to(total.dtype))
 
 
 def _views(

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.profiler import profile
 
 import masks
 import sparseflash
@@ -149,6 +150,33 @@ def test_merging_in_place_is_merging():
             torch.testing.assert_close(whole[:, :, rows], expected[0], atol=within, rtol=within)
             torch.testing.assert_close(whole_lse[:, :, rows], expected[1])
             assert int((whole_lse == 7).sum()) == 3 * 10
+
+
+@pytest.mark.parametrize("rows", [slice(3, 13), torch.arange(20).flip(0)[::2]])
+@pytest.mark.parametrize("part_rows", [slice(5, 15), torch.randperm(30)[:10]])
+def test_a_sum_in_16_bits_is_rounded_once(rows, part_rows):
+    """If 2^-8 + 2^-20 were rounded before it is added to 1, the sum would be rounded to 1."""
+    total = torch.ones(1, 2, 20, 4, dtype=torch.bfloat16)
+    part = torch.full((1, 2, 30, 4), 2**-8 + 2**-20)
+    add_in_place(total, part, rows, part_rows)
+    assert (total[:, :, rows] == 1 + 2**-7).all()
+    copied = torch.zeros_like(total)
+    copy_in_place(copied, part, rows, part_rows)
+    assert (copied[:, :, rows] == 2**-8).all()
+    assert int((copied == 0).sum()) == copied[:, :, rows].numel()
+
+
+@pytest.mark.parametrize("part_rows", [slice(5, 15), torch.randperm(30)[:10]])
+def test_copied_tokens_are_copied_once(part_rows):
+    """To tokens in order, of any strides: no copy of the part is made before."""
+    total = torch.zeros(20, 1, 2, 4).permute(1, 2, 0, 3)
+    part = torch.randn(1, 2, 30, 4)
+    with profile() as profiled:
+        copy_in_place(total, part, slice(3, 13), part_rows)
+    events = profiled.events()
+    assert events is not None
+    assert not any(event.name.startswith("aten::empty") for event in events)
+    assert torch.equal(total[:, :, 3:13], part[:, :, part_rows])
 
 
 @pytest.mark.parametrize("rows", [slice(3, 13), torch.arange(20).flip(0)[::2]])

@@ -28,9 +28,12 @@ def merge_rows(
 
     Args:
         out, lse: (batch, heads, tokens, value_dim) and float32 (batch, heads, tokens).
-        part_out, part_lse: The same of the part; part_out has the dtype of out.
+        part_out, part_lse: The same of the part; part_out may have another dtype than out.
         rows: int64, the token of each row in out, all different; None if they are all in order.
         part_rows: int64, the token of each row in part_out; None if they are all in order.
+
+    Raises:
+        ValueError: There are not as many rows of the part as of the result.
     """
     # Strides of the LSE are passed as they are: with token strides of 1 among those of the tensors
     # the common alignment would be 1.
@@ -66,8 +69,10 @@ def _launch(
 ) -> None:
     total, part = tensors
     batch, heads, _, dims = part.shape
-    counts = [len(x) for x in (rows, part_rows) if x is not None]
-    q_len = counts[0] if counts else min(total.shape[2], part.shape[2])
+    pairs = ((total, rows), (part, part_rows))
+    q_len, of_part = (x.shape[2] if index is None else len(index) for x, index in pairs)
+    if q_len != of_part:
+        raise ValueError(f"part_rows must be as many as rows, got {of_part} and {q_len}")
     constants = {"VALUE_DIM": dims, "VALUE_DIMS": configs.padded_dims(dims), "ROWS": ROWS}
     launch_with_layout(
         kernel,

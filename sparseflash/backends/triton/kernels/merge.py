@@ -60,13 +60,14 @@ def tiles_of_rows(
     dims = tl.arange(0, VALUE_DIMS)
     totals = tensors.one_head(total, total_strides, these.batch, these.head, ALIGN, INDEX)
     parts = tensors.one_head(part, part_strides, these.batch, these.head, ALIGN, INDEX)
-    of_total = (these.row * totals.token_stride)[:, None] + (dims * totals.dim_stride)[None, :]
-    of_part = (these.part_row * parts.token_stride)[:, None] + (dims * parts.dim_stride)[None, :]
+    wide = dims.to(INDEX)
+    of_total = (these.row * totals.token_stride)[:, None] + (wide * totals.dim_stride)[None, :]
+    of_part = (these.part_row * parts.token_stride)[:, None] + (wide * parts.dim_stride)[None, :]
     inside = these.valid[:, None] & (dims < VALUE_DIM)[None, :]
     return Tiles(totals.start + of_total, parts.start + of_part, inside)
 
 
-@triton.jit(**unspecialized("out", "part_out", "lse", "part_lse"))
+@triton.jit(**unspecialized("out", "part_out", without_dims=("lse", "part_lse")))
 def merge_rows_kernel(
     out, out_batch, out_head, out_token, out_dim,
     part_out, part_out_batch, part_out_head, part_out_token, part_out_dim,

@@ -6,13 +6,16 @@ from sparseflash.backends.triton_common.arguments import OF_SCORES, unspecialize
 OF_ROWS = ("lse", "part_lse", "max_logits", "grad_lse")
 
 
-def unspecialized(*tensors: str) -> dict[str, list[str]]:
+def unspecialized(*tensors: str, without_dims: tuple[str, ...] = ()) -> dict[str, list[str]]:
     """Arguments of triton.jit for a kernel with these strided tensors, a table and sizes.
+
+    Those without dims have strides of batch, heads and tokens alone.
 
     Only the strides of dims are specialised on 1, because wide loads need this. Kernels have flat
     parameters, because these settings do not apply to fields of tuples.
     """
-    strides = [f"{tensor}_{axis}" for tensor in tensors for axis in ("batch", "head", "token")]
+    strided, axes = (*tensors, *without_dims), ("batch", "head", "token")
+    strides = [f"{tensor}_{axis}" for tensor in strided for axis in axes]
     dim_strides = [f"{tensor}_dim" for tensor in tensors]
     return unspecialized_arguments(
         integers=[*strides, *Sizes._fields, "bias_head", "batches", "splits"],

@@ -1,27 +1,38 @@
 """The kernels that merge and add rows, against merge_attention and index_add."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from sparseflash import merge_attention
+from sparseflash import merge, merge_attention
+from sparseflash.backends.triton import merge as merge_rows_of
+from sparseflash.backends.triton.kernels.merge import Rows, tiles_of_rows
 from sparseflash.backends.triton.merge import add_rows, copy_rows, merge_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+MIXED = [
+    *((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)),
+    *((torch.float32, torch.bfloat16), (torch.float16, torch.float32)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "part_dtype"), MIXED)
 @pytest.mark.parametrize("dims", [24, 64])
 @pytest.mark.parametrize("rows", ["all", "some", "some of both"])
-def test_rows_are_merged(dtype, dims, rows):
+def test_rows_are_merged(dtype, part_dtype, dims, rows):
     """Of strided heads and tokens; rows without a key in either part, and in both."""
     torch.manual_seed(0)
     tokens, q_len = 90, 90 if rows == "all" else 50
     index = None if rows == "all" else torch.randperm(tokens, device=DEVICE)[:q_len]
     whole = torch.randn(2, 110, 3, dims, device=DEVICE).to(dtype).transpose(1, 2)
     out, lse = whole[:, 1:, 20:], torch.randn(2, 3, 110, device=DEVICE)[:, 1:, 20:] * 30
-    part_out = torch.randn(2, 2, q_len, dims, device=DEVICE).to(dtype)
+    part_out = torch.randn(2, 2, q_len, dims, device=DEVICE).to(part_dtype)
     part_lse = torch.randn(2, 2, q_len, device=DEVICE) * 30
     at = torch.arange(tokens, device=DEVICE) if index is None else index
     lse[:, :, at[:20]], part_lse[:, :, 10:30] = -math.inf, -math.inf
@@ -30,8 +41,9 @@ def test_rows_are_merged(dtype, dims, rows):
     part_index, parts = None, (part_out, part_lse)
     if rows == "some of both":
         part_index, parts = scattered((part_out, part_lse), tokens)
-    merged = merge_attention([out[:, :, at], part_out], [lse[:, :, at], part_lse])
-    expected[:, :, at], expected_lse[:, :, at] = merged
+    outs = [out[:, :, at].float(), part_out.float()]
+    merged, expected_lse[:, :, at] = merge_attention(outs, [lse[:, :, at], part_lse])
+    expected[:, :, at] = merged.to(dtype)
     outside = whole[:, :1].clone()
     merge_rows(out, lse, *parts, index, part_index)
     within = 1e-5 if dtype == torch.float32 else 1e-2
@@ -71,3 +83,58 @@ def test_rows_are_added_and_copied(dtype, part_dtype, both):
         copy_rows(total[:, :, :50], part, None, part_rows)
         torch.testing.assert_close(total[:, :, :50], copied[:, :, rows])
     assert torch.equal(whole[:, :1], outside)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_one_kernel_merges_parts_of_another_dtype(dtype):
+    """Sums of many parts are in float32, and parts in 16 bits. Kernels do not know float64."""
+    out, part = torch.randn(1, 2, 20, 8, dtype=dtype), torch.randn(1, 2, 20, 8).bfloat16()
+    lse, part_lse = torch.randn(2, 1, 2, 20).unbind()
+    with mock.patch.object(merge_rows_of, "merge_rows") as by_kernel:
+        merge.merge_in_place(*on_gpu(out, lse, part, part_lse))
+    assert by_kernel.called == (dtype != torch.float64)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def on_gpu(*tensors):
+    return [x.as_subclass(OnGpu) for x in tensors]
+
+
+def test_as_many_rows_of_a_part():
+    total, part = torch.randn(1, 2, 20, 8, device=DEVICE), torch.randn(1, 2, 10, 8, device=DEVICE)
+    lse, part_lse = total[..., 0].clone(), part[..., 0].clone()
+    some, fewer = torch.arange(10, device=DEVICE), torch.arange(9, device=DEVICE)
+    for rows, part_rows in ((fewer, None), (some, fewer), (None, None), (None, some)):
+        message = "part_rows must be as many as rows, got"
+        with pytest.raises(ValueError, match=message):
+            merge_rows(total, lse, part, part_lse, rows, part_rows)
+        for function in (add_rows, copy_rows):
+            with pytest.raises(ValueError, match=message):
+                function(total, part, rows, part_rows)
+
+
+@triton.jit
+def offsets_kernel(nothing, dim_stride, found, INDEX: tl.constexpr, DIMS: tl.constexpr):
+    """Writes the addresses of row 0 of a tensor that begins at `nothing`."""
+    zero = tl.zeros([1], tl.int64)
+    these = Rows(zero, zero, zero == 0, tl.program_id(1), tl.program_id(2))
+    strides = (dim_stride * 0, dim_stride * 0, dim_stride * 0, dim_stride)
+    at = tiles_of_rows(nothing, strides, nothing, strides, these, DIMS, DIMS, 1, INDEX)
+    begin = nothing.to(tl.int64)
+    dims = tl.arange(0, DIMS)[None, :]
+    tl.store(found + dims, at.total.to(tl.int64) - begin)
+    tl.store(found + DIMS + dims, at.part.to(tl.int64) - begin)
+
+
+def test_offsets_of_dims_may_need_64_bits():
+    """The last dim of a wide tensor begins 2^31 elements behind the first, or further."""
+    found = torch.zeros(2, 32, dtype=torch.int64, device=DEVICE)
+    nothing = torch.zeros(1, dtype=torch.bfloat16, device=DEVICE)
+    offsets_kernel[(1,)](nothing, 2**28, found, INDEX=tl.int64, DIMS=32)
+    expected = torch.arange(32, device=DEVICE) * 2**28 * nothing.element_size()
+    assert torch.equal(found, expected.expand(2, -1))
