@@ -36,7 +36,7 @@ from sparseflash.merge import add_in_place, copy_in_place, merge_in_place
 # Parts of a result, or of a gradient, that are added in its own dtype. More parts are added in
 # float32, which takes two more copies.
 MOST_ROUNDED = 4
-EVERY = slice(None)  # token
+EVERY = slice(None)  # all tokens of a tensor
 
 
 class ContextParallelAttention(torch.autograd.Function):
@@ -353,14 +353,15 @@ class _Backward:
         """Holds a gradient; those of query that have all own tokens as one sum."""
         if grad is None:
             return
-        for number, each in enumerate(self._held[i]):
-            length = self._query.shape[2]
-            if i == 0 and each.heads == heads and each.grad.shape[2] == grad.shape[2] == length:
-                total = self._widened(i, each.grad)
-                add_in_place(total, grad, tokens, at)
-                self._held[i][number] = _Held(heads, slice(0, length), total, EVERY)
-                return
-        self._held[i].append(_Held(heads, tokens, grad, at))
+        held, length = self._held[i], self._query.shape[2]
+        if i == 0 and grad.shape[2] == length:
+            for number, each in enumerate(held):
+                if each.heads == heads and each.grad.shape[2] == length:
+                    total = self._widened(i, each.grad)
+                    add_in_place(total, grad, tokens, at)
+                    held[number] = _Held(heads, slice(0, length), total, EVERY)
+                    return
+        held.append(_Held(heads, tokens, grad, at))
 
     def _add_held(self) -> None:
         """Adds what was held to the gradients of the own part."""
