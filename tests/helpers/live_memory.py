@@ -100,7 +100,10 @@ def _nothing_computed() -> Iterator[None]:
             (dist, "all_to_all_single", lambda *_, **__: mock.Mock()),
             (prepare.Prepared, "check_backend", lambda _: None),
             (prepare, "find_plan", find_plan),
-            (passes, "merge_in_place", lambda *_: None),  # it copies on the CPU alone
+            # On a GPU kernels merge, add and copy, and allocate nothing.
+            (passes, "merge_in_place", lambda *_: None),
+            (passes, "add_in_place", lambda *_: None),
+            (passes, "copy_in_place", lambda *_: None),
         ):
             stack.enter_context(mock.patch.object(target, name, replaced))
         yield
