@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -94,18 +95,41 @@ def _modes_of_masks(device: torch.device) -> Iterator[None]:
 
 def _in_threads(read: Callable, strips: list) -> Iterator:
     """map with a thread for each core, in each of which torch uses no other threads."""
-    threads = torch.get_num_threads()
 
     def start() -> None:
         torch.set_num_threads(1)  # of this thread, and of threads started while it runs
         torch.set_grad_enabled(False)  # of this thread; see _modes_of_masks
 
-    try:
-        torch.set_num_threads(1)  # all cores are busy: more threads would wait for one another
-        with ThreadPoolExecutor(threads, initializer=start) as pool:
-            yield from pool.map(read, strips)
-    finally:
-        torch.set_num_threads(threads)
+    with _SINGLE as threads, ThreadPoolExecutor(threads, initializer=start) as pool:
+        yield from pool.map(read, strips)
+
+
+class _SingleThreaded:
+    """A context in which torch uses one thread: all cores are busy, and more would wait.
+
+    Several threads may be in it at the same time. The last one to leave restores the number.
+    """
+
+    def __init__(self):
+        self._lock, self._inside, self._threads = Lock(), 0, 0
+
+    def __enter__(self) -> int:
+        """Returns the number of threads that torch used before."""
+        with self._lock:
+            if not self._inside:
+                self._threads = torch.get_num_threads()
+            self._inside += 1
+            torch.set_num_threads(1)
+            return self._threads
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.set_num_threads(self._threads)
+
+
+_SINGLE = _SingleThreaded()
 
 
 def _with_progress(label: str, run: Callable, read: Callable, strips: list) -> Iterator:

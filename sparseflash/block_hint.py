@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,14 +22,14 @@ FASTER = 0.9  # blocks of another size are recommended below this ratio of predi
 # A hint is given for masks of at most so many blocks, for which the prediction takes less than
 # about a second, and of which at least this share is partial: other blocks of the default size
 # have no zeros that smaller blocks would skip.
-MOST_BLOCKS = 2**16
+MOST_BLOCKS = 2**14
 LEAST_PARTIAL = (1 - FASTER) / 0.75
 # So many masks are examined in a process, each in up to a second: training with sequences of many
 # lengths makes a mask for each length.
 MOST_MASKS = 4
 
 logger = logging.getLogger("sparseflash")
-_examined: list[str] = []  # the texts of masks
+_examined = count()  # next() of it is one operation for all threads
 
 
 def better_blocks(
@@ -69,26 +70,22 @@ def hint_at_better_blocks(spec: AttentionSpec, backend: Backend, mask: CompiledM
 
     It is called when a plan is made, and only for a device that sparseflash.io_model has.
     """
-    if (
-        not backend.compiles
-        or OF_DEFAULT_SIZE not in mask.cache
-        or not isinstance(mask, BlockMask)
-    ):
+    if not backend.compiles or not isinstance(mask, BlockMask):
         return
-    if cost_model(spec, backend) is None:
+    if OF_DEFAULT_SIZE not in mask.cache or cost_model(spec, backend) is None:
         return
-    del mask.cache[OF_DEFAULT_SIZE]
+    if mask.cache.pop(OF_DEFAULT_SIZE, None) is None:  # another thread is here too
+        return
     few = mask.nnz_blocks <= MOST_BLOCKS and mask.partial_blocks >= LEAST_PARTIAL * mask.nnz_blocks
     if not few or (spec.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return
-    if len(_examined) == MOST_MASKS:
+    if next(_examined) >= MOST_MASKS:
         return
-    _examined.append(repr(mask))
     if better := better_blocks(spec, backend, mask):
         side, share = better
         logger.warning(
             "sparseflash: blocks of %d may be faster than the default %s for a mask of %s tokens "
             "on %s (see with_block_size): their predicted time is %.0f%%. To silence this, give "
-            "the pattern a block size, or set the level of the logger sparseflash.",
+            "the whole pattern a block size, or set the level of the logger sparseflash.",
             *(side, spec.block_size, mask.seq_len, spec.device, 100 * share),
         )

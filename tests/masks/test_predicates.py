@@ -105,3 +105,17 @@ def test_what_depends_on_no_pair_is_computed_for_no_pair(attends):
         return time.process_time() - began
 
     assert min(once() for _ in range(3)) < 1.8e-9 * 2**30
+
+
+def test_compilations_at_the_same_time_leave_the_number_of_threads_as_it_was():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        first, second = (predicates._in_threads(lambda strip: strip, [1, 2]) for _ in range(2))
+        for strips in (first, second):
+            next(strips)
+        assert torch.get_num_threads() == 1
+        assert [*first, *second] == [2, 2]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -1,5 +1,7 @@
 """The hint that blocks of another size are predicted to be faster."""
 
+from itertools import count
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ def plan_for(mask, tokens=4096, heads=2):
 @pytest.fixture
 def hints(monkeypatch, caplog):
     monkeypatch.setattr(io_model, "device_like", lambda _: DEVICES["H200"])
-    monkeypatch.setattr(block_hint, "_examined", [])
+    monkeypatch.setattr(block_hint, "_examined", count())
     caplog.set_level("WARNING", logger="sparseflash")
     return caplog
 
@@ -57,7 +59,7 @@ def test_no_hint_where_the_size_was_chosen_or_no_other_is_faster(mask, hints):
 def test_no_hint_for_a_device_that_is_not_modelled_or_a_mask_that_takes_long(hints, monkeypatch):
     monkeypatch.setattr(block_hint, "MOST_BLOCKS", 10)
     plan_for(NARROW(4096))
-    monkeypatch.setattr(block_hint, "MOST_BLOCKS", 2**16)
+    monkeypatch.setattr(block_hint, "MOST_BLOCKS", 2**14)
     monkeypatch.setattr(io_model, "device_like", lambda _: None)
     mask = NARROW(4096)
     plan_for(mask)
