@@ -9,6 +9,7 @@ ranges of values decide all pairs of some queries and keys, none of these is com
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from math import gcd
@@ -166,6 +167,7 @@ class ElementwiseFunction:
         self._find_ranges()
         self._tabulate_shared_rows()
         if k.device.type == "cpu":
+            self._clip_terms()
             self._narrow()
         read_later = {id(self.output)}
         for step in reversed(self._steps_of(PAIR)):
@@ -266,6 +268,31 @@ class ElementwiseFunction:
             return ranges[output]
 
         return decide
+
+    def _clip_terms(self) -> None:
+        """Clips the terms of a sum that is only compared with a number, so that it can be narrow.
+
+        If no term is negative, a term above the number makes the sum larger than the number,
+        whether it is exact or not.
+        """
+        steps = {id(step.result): step for step in self._steps_of(PAIR)}
+        reads = Counter(id(t) for step in steps.values() for t in _inputs(step))
+        reads[id(self.output)] += 1
+        for step in steps.values():
+            total, number = step.arguments if len(step.arguments) == 2 else (None, None)
+            if step.operation.overloadpacket not in _COMPARISONS or type(number) is not int:
+                continue
+            source = steps.get(id(total))
+            if source is None or source.operation != _aten.add.Tensor or source.options:
+                continue
+            terms = [id(t) for t in source.arguments if reads[id(t)] == 1 and id(t) in self.values]
+            bounds = [range_of(self.values[i]) for i in terms]
+            known = [b for b in bounds if b is not None and b.least >= 0]
+            if reads[id(total)] > 1 or len(known) < 2 or sum(b.largest for b in known) >= 2**63:
+                continue
+            for i, b in zip(terms, known, strict=True):
+                if b.largest > number + 1:
+                    self.values[i] = self.values[i].clamp(max=max(number, -1) + 1)
 
     def _narrow(self) -> None:
         """Replaces steps of pairs by faster operations with the same results."""

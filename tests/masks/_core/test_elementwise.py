@@ -256,6 +256,49 @@ def test_values_of_consecutive_keys_are_not_copied():
     assert torch.equal(attends.pairs(slice(64, 80), apart), both)
 
 
+@pytest.mark.parametrize("compare", ["lt", "le", "gt", "ge", "eq", "ne"])
+def test_terms_above_a_number_are_clipped(compare):
+    compared, grid = getattr(operator, compare), 64
+    q, k = torch.arange(64 * grid)[:, None], torch.arange(64 * grid)[None]
+    for number in (-5, -1, 0, 1, 25, 100, 5000, 2**63 - 1):
+
+        def near(q, k, number=number):
+            rows, columns = q // grid - k // grid, q % grid - k % grid
+            return compared(rows * rows + columns * columns, number)
+
+        attends = ElementwiseFunction(near)
+        attends.record(q[:2], k)
+        assert attends.prepare(q, k)
+        some = slice(17 * grid + 5, 18 * grid + 9)
+        assert torch.equal(attends.pairs(some), near(q[some], k))
+        largest = max(int(value.max()) for value in attends.values.values())
+        assert largest == min(63**2, max(number, -1) + 1)
+
+
+def test_terms_that_are_negative_or_read_twice_are_not_clipped():
+    q, k = torch.arange(4096)[:, None], torch.arange(4096)[None]
+
+    def negative(q, k):
+        return (q // 64 - k // 64) + (q % 64 - k % 64) ** 2 < 10
+
+    def term_is_read_twice(q, k):
+        rows = (q // 64 - k // 64) ** 2
+        return (rows + (q % 64 - k % 64) ** 2 < 10) | (rows + (q % 50 - k % 50) ** 2 > 2000)
+
+    def wraps_around(q, k):
+        return 2**62 * (q // 64 - k // 64).abs() % 3 + (2**62 + (q % 64 - k % 64) ** 2) * 2 < 10
+
+    def sum_is_read_twice(q, k):
+        distance = (q // 64 - k // 64) ** 2 + (q % 64 - k % 64) ** 2
+        return (distance < 10) | (distance > 2000)
+
+    for function in (negative, term_is_read_twice, sum_is_read_twice, wraps_around):
+        attends = ElementwiseFunction(function)
+        attends.record(q[:2], k)
+        assert attends.prepare(q, k)
+        assert torch.equal(attends.pairs(slice(70, 90)), function(q[70:90], k))
+
+
 def test_recording_imports_no_compiler():
     code = (
         "import masks, sys; masks.pattern(lambda q, k: q > k)(64, 16); print(sorted(sys.modules))"
