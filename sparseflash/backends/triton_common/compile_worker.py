@@ -101,7 +101,3 @@ def is_marked(key: str) -> bool:
     from triton.runtime.cache import get_cache_manager
 
     return get_cache_manager(key).get_file("compiled") is not None
-
-
-if __name__ == "__main__":
-    main()

@@ -23,6 +23,8 @@ from triton.runtime import driver
 from sparseflash.backends.triton_common import compile_worker
 
 VARIABLE = "SPARSEFLASH_COMPILE_WORKERS"
+# The file is run by its path, because its package imports torch.
+RUN_WORKER = "import runpy, sys; runpy.run_path(sys.argv[1])['main']()"
 MAX_WAIT = 120  # seconds; a kernel takes 3 to 5 on a core that nothing else uses
 
 
@@ -128,7 +130,7 @@ def _start(kernels: list[Description]) -> subprocess.Popen:
         "kernels": [x._asdict() for x in kernels],
     }
     process = subprocess.Popen(
-        [sys.executable, "-P", compile_worker.__file__],
+        [sys.executable, "-P", "-c", RUN_WORKER, compile_worker.__file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,  # a call that needs such a kernel raises the error itself
