@@ -23,8 +23,8 @@ def compile_passes(calls: Iterable[Pass], others: Iterable[Pass] = ()) -> None:
     Args:
         calls: (call, (query, key, value), needs) of each call, with `needs` as in
             Backend.backward. Calls of backends that compile nothing are skipped.
-        others: Calls whose kernels are compiled too if the machine has free cores, but are not
-            waited for.
+        others: Calls whose kernels processes compile meanwhile, if the user allows these; nothing
+            waits for them.
     """
     calls = [call for call in calls if call[0].plan.backend.compiles]
     if calls:
@@ -55,7 +55,8 @@ def compile_before_first_call(
     if variant in _compiled or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     _compiled[variant] = True
-    others = [(other, tensors, needs) for other in _calls_of_other_masks(call)]
+    # A generator, because its tables are made only for processes.
+    others = ((other, tensors, needs) for other in _calls_of_other_masks(call))
     compile_passes([(call, tensors, needs)], others)
 
 
