@@ -38,9 +38,10 @@ def warmup(
     """Compiles the kernels of `attention` in parallel, before a call needs them.
 
     Without warmup, the first call that needs new kernels compiles those of both passes in parallel
-    threads. If the environment variable SPARSEFLASH_COMPILE_WORKERS is above 0, so many processes
-    compile meanwhile those that masks with and without partial blocks, and with rows of equal and
-    of unequal lengths, would need. By default there are none: no GPU has run them yet.
+    threads. Meanwhile processes compile those that masks with and without partial blocks, and with
+    rows of equal and of unequal lengths, would need. The environment variable
+    SPARSEFLASH_COMPILE_WORKERS is the number of these processes. By default there is one for every
+    four processor threads, at most six; on a host with less than four threads there is none.
 
     The compiled kernels depend on dtype, head dim, block size, options, the number of
     query heads per key head, and on whether a mask has partial blocks. They hardly ever depend on

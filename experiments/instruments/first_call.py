@@ -2,9 +2,10 @@
 
     python -m experiments.instruments.first_call
 
-runs each implementation in processes of its own. In the first process the caches of compiled
-kernels on disk are empty, in the second they are those that the first left. In each process these
-calls follow one another:
+runs each implementation in processes of its own. A process that is not recorded comes first, so
+that no row includes the time to read compilers and libraries from the disk. In the next process
+the caches of compiled kernels on disk are empty, and in the last they are those that this one
+left. In each process these calls follow one another:
 
 - first mask: causal, with partial blocks.
 - second mask: a quarter of the blocks at random, all full, which may need other kernels.
@@ -91,6 +92,8 @@ def main(
     shape = {"batch": 1, "heads": heads, "seq_len": seq_len, "head_dim": head_dim}
     log = Log("first-call", sizes.device, output, overwrite, shape=shape)
     for name in chosen:
+        with TemporaryDirectory() as folder:
+            in_new_process(name, "empty", folder, sizes)
         with TemporaryDirectory() as folder:
             for cache in ("empty", "filled"):
                 last = (name, cache) == (chosen[-1], "filled")

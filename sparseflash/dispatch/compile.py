@@ -23,8 +23,7 @@ def compile_passes(calls: Iterable[Pass], others: Iterable[Pass] = ()) -> None:
     Args:
         calls: (call, (query, key, value), needs) of each call, with `needs` as in
             Backend.backward. Calls of backends that compile nothing are skipped.
-        others: Calls whose kernels processes compile meanwhile, if the user allows these; nothing
-            waits for them.
+        others: Calls whose kernels processes compile meanwhile; nothing waits for them.
     """
     calls = [call for call in calls if call[0].plan.backend.compiles]
     if calls:

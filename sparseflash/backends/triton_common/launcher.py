@@ -173,8 +173,8 @@ def compile_only(run: Callable[[], object], other: Callable[[], object] | None =
 
     Args:
         run: A function that launches kernels.
-        other: Another one. If the user allows processes, they compile its kernels, for which
-            nothing waits here: see workers.py.
+        other: Another one. Processes compile its kernels, for which nothing waits here: see
+            workers.py.
     """
 
     def compile_in_threads() -> None:

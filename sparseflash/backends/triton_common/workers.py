@@ -25,6 +25,7 @@ from sparseflash.backends.triton_common import compile_worker
 VARIABLE = "SPARSEFLASH_COMPILE_WORKERS"
 # The file is run by its path, because its package imports torch.
 RUN_WORKER = "import runpy, sys; runpy.run_path(sys.argv[1])['main']()"
+MAX_WORKERS = 6  # two masks differ by that many kernels at most
 MAX_WAIT = 120  # seconds; a kernel takes 3 to 5 on a core that nothing else uses
 
 
@@ -143,8 +144,15 @@ def _start(kernels: list[Description]) -> subprocess.Popen:
 
 
 def number_of_workers() -> int:
-    """The number of processes that a call may start. By default none."""
-    asked = os.environ.get(VARIABLE, "0")
+    """The number of processes that a call may start.
+
+    By default one for every four processor threads that this process may use, and at most
+    MAX_WORKERS. The processes that torchrun starts on a host share its threads.
+    """
+    asked = os.environ.get(VARIABLE)
+    if asked is None:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return min(MAX_WORKERS, len(os.sched_getaffinity(0)) // (4 * ranks))
     if not asked.isdecimal():
         raise ValueError(f"{VARIABLE} must be a number of processes, got {asked!r}")
     return int(asked)

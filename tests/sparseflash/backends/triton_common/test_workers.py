@@ -66,14 +66,24 @@ def test_no_process_is_started_where_the_system_has_none(started, monkeypatch):
     workers.WORKERS.wait({"a"})
 
 
-def test_by_default_there_are_no_processes(log, monkeypatch):
-    monkeypatch.delenv(workers.VARIABLE, raising=False)
+def test_no_process_and_no_description_if_the_number_is_zero(log, monkeypatch):
+    monkeypatch.setenv(workers.VARIABLE, "0")
     monkeypatch.setattr(workers, "describe", None)
     monkeypatch.setattr(workers, "WORKERS", None)
     own = Kernel("own")
     launcher.compile_only(lambda: launch(own), lambda: launch(Kernel("other")))
     assert own.compiled
     assert log.marked == []
+
+
+@pytest.mark.parametrize(
+    ("threads", "ranks", "expected"), [(2, 1, 0), (16, 1, 4), (16, 2, 2), (64, 1, 6), (64, 8, 2)]
+)
+def test_the_default_follows_the_processor_threads(threads, ranks, expected, monkeypatch):
+    monkeypatch.delenv(workers.VARIABLE, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda process: range(threads))
+    assert workers.number_of_workers() == expected
 
 
 def test_a_wrong_number_of_processes_is_refused(monkeypatch):
