@@ -54,7 +54,8 @@ class BlockLists:
         full_index: int32 (n,), the column of each full block, ascending within a row.
         partial_index: int32 (p,), the column of each partial block, ascending within a row.
         partial_bit_tile: int32 (p,), the index of the bit tile of each partial block.
-        schedule: int32 (masks, rows), the rows of a mask, those with the most blocks first.
+        schedule: int32 (masks, scheduled rows), rows of a mask, those with the most blocks first.
+            These are all rows, or all that have blocks; see `without_empty_rows`.
         max_blocks: Most non-zero blocks in a row; None for a DynamicMask, where the host does
             not know it.
         total_blocks: Non-zero blocks of all masks; None for a DynamicMask.
@@ -72,6 +73,23 @@ class BlockLists:
     def num_rows(self) -> int:
         """The number of block rows of one mask."""
         return self.row_ptr.shape[1]
+
+    @property
+    def num_scheduled_rows(self) -> int:
+        """The number of block rows of one mask that kernels compute."""
+        return self.schedule.shape[1]
+
+    @cached_property
+    def without_empty_rows(self) -> "BlockLists":
+        """The same lists with a schedule of the rows that have blocks, if they are of one mask.
+
+        The lists themselves if there are several masks, whose schedules must have one length, if
+        only the device knows the blocks, or if there are none.
+        """
+        if self.row_ptr.shape[0] > 1 or not self.total_blocks:
+            return self
+        counts = self.row_ptr[0, :, 1] + self.row_ptr[0, :, 3]
+        return replace(self, schedule=self.schedule[:, : int(counts.count_nonzero())])
 
     @cached_property
     def has_partial(self) -> bool:

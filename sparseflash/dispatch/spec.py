@@ -29,6 +29,8 @@ class CallFacts(NamedTuple):
         differentiates_score_tensors: Whether a score tensor may need a gradient.
         shares_device: Whether other kernels run at the same time, such as those of an exchange
             between ranks.
+        skips_empty_rows: Whether a backend may leave out and LSE, and the gradient of query,
+            unwritten where a block row attends no block.
     """
 
     has_key_lengths: bool = False
@@ -39,6 +41,7 @@ class CallFacts(NamedTuple):
     max_logits: bool = False
     differentiates_score_tensors: bool = False
     shares_device: bool = False
+    skips_empty_rows: bool = False
 
     @classmethod
     def of(
@@ -72,7 +75,7 @@ class AttentionSpec(AttentionOptions):
             to query heads or to all heads.
         mask_batch: 1 if all batch elements share one mask, else batch.
         has_key_lengths, bias, differentiates_bias, differentiates_blocks, max_logits,
-            differentiates_score_tensors, shares_device: As in CallFacts.
+            differentiates_score_tensors, shares_device, skips_empty_rows: As in CallFacts.
         positions: As in CallFacts, but False if the result does not depend on positions: only
             dropout, score functions and biases do.
     """
@@ -100,6 +103,7 @@ class AttentionSpec(AttentionOptions):
     max_logits: bool = False
     differentiates_score_tensors: bool = False
     shares_device: bool = False
+    skips_empty_rows: bool = False
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):

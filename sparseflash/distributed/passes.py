@@ -133,12 +133,14 @@ def _own_part(
 def _fetched_part(
     prepared: Prepared, step: Step, fetched: Sequence[Tensor], query: Tensor
 ) -> tuple[Call | None, tuple[Tensor, Tensor] | None]:
-    """(call of a step, (out, lse) of it); both None if no pair of the step attends."""
+    """(backward call of a step, (out, lse) of it); both None if no pair of the step attends."""
     if step.round.mask is None:
         return None, None
     here, (key, value) = _queries_of(query, step), fetched
-    call = prepared.call_of(step, here, key, value)
-    return call, call.forward(here, key, value)
+    forward, backward = (
+        prepared.call_of(step, here, key, value, backward=each) for each in (False, True)
+    )
+    return backward, forward.forward(here, key, value)
 
 
 def _put(

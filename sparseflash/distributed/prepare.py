@@ -65,7 +65,7 @@ class Prepared:
                 x[:, heads.of(x.shape[1]), :1].expand(-1, -1, n, -1)
                 for x, n in zip(tensors, sizes, strict=True)
             ]
-            self.call_of(waiting[0], *examples)
+            self.call_of(waiting[0], *examples, backward=True)
 
     @cached_property
     def own(self) -> Call | None:
@@ -93,12 +93,17 @@ class Prepared:
             return False
         return all(each == own for each in tokens)
 
-    def call_of(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> Call:
-        """The call for the queries and keys of a step."""
+    def call_of(
+        self, step: Step, query: Tensor, key: Tensor, value: Tensor, backward: bool
+    ) -> Call:
+        """The call for the queries and keys of a step, in the forward or the backward pass."""
         each, heads = step
         assert each.mask is not None, "a round without attended keys has no call"
+        # By keys only rows that attend received keys are read of a result. Gradients of queries
+        # are read whole if those of several steps are added up.
+        skips = self.plan.split == "keys" and not (backward and len(self.part.steps) > 1)
         blocks = (each.positions, each.rows, each.columns)
-        return self._call(query, key, value, each.mask, *blocks, heads)
+        return self._call(query, key, value, each.mask, *blocks, heads, skips)
 
     def call_of_shared(self, query: Tensor, key: Tensor, value: Tensor) -> Call:
         """The call for shared rows and own keys; each of `chunks` is a batch element."""
@@ -131,6 +136,7 @@ class Prepared:
         rows: Tensor | None,
         columns: Tensor,
         heads: Heads,
+        skips_empty_rows: bool = False,
     ) -> Call:
         chosen: BlockMask | MaskBatch | DynamicMask = mask
         if self.mask is not None and isinstance(mask, BlockMask):
@@ -141,7 +147,8 @@ class Prepared:
             lengths = inside.to(key.device, torch.int32)
         if bias is not None:
             bias = bias[heads.of(len(bias))]
-        plan = find_plan(query, key, value, chosen, self.options, self.call_facts)
+        facts = self.call_facts._replace(skips_empty_rows=skips_empty_rows)
+        plan = find_plan(query, key, value, chosen, self.options, facts)
         call = Call(plan, lengths, self.seed, bias, positions if plan.spec.positions else None)
         call.score_tensors = self.score_tensors
         return call

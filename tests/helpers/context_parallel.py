@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import masks
 import sparseflash
 from masks import BlockMask, DynamicMask
+from sparseflash.dispatch.call import Call
 from sparseflash.distributed import (
     ContextPlan,
     context_parallel_attention,
@@ -99,6 +100,46 @@ def errors_with_filled_memory(rank: int, mask_name: str, split: str) -> dict[str
         return errors(rank, mask_name, "contiguous", split, {})
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def errors_with_unwritten_rows(
+    rank: int, mask_name: str, split: str
+) -> tuple[dict[str, float], int]:
+    """`errors` where results of rows that kernels may skip are NaN, and the number of these."""
+    unwritten, forward, backward = 0, Call.forward, Call.backward
+
+    def skipped(call: Call) -> list[int]:
+        rows, side = call.table.by_query, call.table.block_size[0]
+        written = rows
+        if call.spec.skips_empty_rows:
+            written = rows.without_empty_rows
+        absent = {*range(rows.num_rows)} - {*written.schedule.flatten().tolist()}
+        tokens = [row * side + i for row in absent for i in range(side)]
+        return [token for token in tokens if token < call.spec.q_len]
+
+    def spoil(call: Call, *results: Tensor | None) -> None:
+        nonlocal unwritten
+        tokens = skipped(call)
+        for result in results:
+            if result is not None:
+                result[:, :, tokens] = torch.nan
+                unwritten += len(tokens)
+
+    def spoiled_forward(call: Call, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = forward(call, *tensors)
+        spoil(call, out, lse)
+        return out, lse
+
+    def spoiled_backward(call: Call, *arguments: Any) -> tuple[Tensor | None, ...]:
+        gradients = backward(call, *arguments)
+        spoil(call, gradients[0])
+        return gradients
+
+    with (
+        mock.patch.object(Call, "forward", spoiled_forward),
+        mock.patch.object(Call, "backward", spoiled_backward),
+    ):
+        return errors(rank, mask_name, "shuffled", split, {}), unwritten
 
 
 def errors_of_chunks(rank: int, pattern: str) -> dict[str, float]:

@@ -87,6 +87,27 @@ def test_schedule_puts_heavy_rows_first(name):
     assert (rows.max_blocks, rows.total_blocks) == (int(count.max()), int(count.sum()))
 
 
+def test_rows_without_blocks_may_be_left_out_of_the_schedule():
+    mask = masks.pattern(lambda q, k: (q // 32 % 3 == 1) & (k < 60 + q))(300, 16)
+    rows = mask.table().by_query
+    count = (rows.row_ptr[..., 1] + rows.row_ptr[..., 3]).flatten()
+    fewer = rows.without_empty_rows
+    assert sorted(fewer.schedule.flatten().tolist()) == count.nonzero().flatten().tolist()
+    assert torch.equal(fewer.schedule, rows.schedule[:, : fewer.num_scheduled_rows])
+    assert fewer.num_scheduled_rows < fewer.num_rows == rows.num_scheduled_rows
+    assert fewer.imbalance < rows.imbalance
+    assert fewer is rows.without_empty_rows
+
+
+def test_all_rows_stay_in_schedules_that_must_have_one_length():
+    some = masks.pattern(lambda q, k: (q < 100) & (k < 100))
+    nothing = (masks.full() - masks.full())(300, 16)
+    selected = masks.full()(300, 16).select(torch.zeros(19, 19) > 0)
+    for mask in (masks.stack([masks.full(), some])(300, 16), nothing, selected):
+        rows = mask.table().by_query
+        assert rows.without_empty_rows is rows
+
+
 def test_lists_end_in_readable_entries():
     table = (masks.butterfly() & masks.causal())(256, 16).table()
     for rows in (table.by_query, table.by_key):

@@ -15,7 +15,7 @@ from sparseflash.backends.hopper import configs
 from sparseflash.backends.hopper.device.gluon_compat import TensorDescriptor, gl
 from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
 from sparseflash.backends.hopper.device.params import LOG2E
-from sparseflash.backends.hopper.select import is_dynamic
+from sparseflash.backends.hopper.select import computed_rows, is_dynamic
 from sparseflash.backends.triton_common.arguments import (
     NO_SCORE_TENSORS,
     OF_SCORES,
@@ -95,7 +95,7 @@ class PreparedKernel:
         """
         plan = call.plan
         score_tensors = NO_SCORE_TENSORS if call.score_tensors is None else call.score_tensors.flat
-        rows = plan.table.by_key if self.by_key else plan.table.by_query
+        rows = computed_rows(plan.table, plan.spec, self.by_key)
         work_counter = make_work_counter(rows, plan.spec)
         bias = call.bias
         bias_stride = None if bias is None else bias.stride(0) * (len(bias) > 1)
@@ -114,7 +114,7 @@ class PreparedKernel:
         seeds: tuple[int | None, ...],
     ) -> Launch:
         config, spec, table = self.config, call.spec, call.table
-        rows = table.by_key if self.by_key else table.by_query
+        rows = computed_rows(table, spec, self.by_key)
         tensors, others = changing[: len(self.access)], changing[len(self.access) :]
         key_lengths, work_counter, bias, *score_tensors = others
         heads = spec.kv_heads if self.by_key else spec.heads
@@ -254,11 +254,11 @@ def sizes_and_grid(
     The grid has at most as many CTAs as run at a time.
     """
     num_bh = spec.batch * heads
-    num_work_tiles = num_bh * rows.num_rows
+    num_work_tiles = num_bh * rows.num_scheduled_rows
     ctas = config.ctas_per_sm * multiprocessors(spec.device)
     heads_per_group = heads_per_group_of(spec, rows, num_bh, ctas, config.dq_bytes, by_key)
     lengths = (spec.heads, spec.q_len, spec.k_len)
-    sizes = (*lengths, spec.mask_heads, rows.num_rows, num_work_tiles, heads_per_group)
+    sizes = (*lengths, spec.mask_heads, rows.num_scheduled_rows, num_work_tiles, heads_per_group)
     return sizes, (min(num_work_tiles, ctas), 1, 1)
 
 
@@ -298,7 +298,7 @@ def heads_per_group_of(
     in_l2 = max(configs.L2_OPERAND_BYTES // head_bytes, 1)
     heads = min(num_bh, 1 << in_l2.bit_length() - 1)
     # Times of a group and of all heads on all CTAs, in units of the time of a row of mean length.
-    group, all_heads = (n * rows.num_rows / ctas for n in (heads, num_bh))
+    group, all_heads = (n * rows.num_scheduled_rows / ctas for n in (heads, num_bh))
     imbalance = rows.imbalance
     if math.isinf(imbalance):
         query_blocks = -(-spec.q_len // spec.block_size[0])

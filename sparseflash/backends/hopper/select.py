@@ -171,12 +171,19 @@ def uses_fused_backward(table: LookupTable, spec: AttentionSpec) -> bool:
 
 def compiled_for(spec: AttentionSpec, table: LookupTable) -> tuple[bool, ...]:
     """Partial blocks and tile scheduler in both directions, and the fused kernel."""
-    directions = table.by_query, table.by_key
+    directions = [computed_rows(table, spec, by_key) for by_key in (False, True)]
     return (
         *(rows.has_partial for rows in directions),
         *(is_dynamic(rows, spec) for rows in directions),
         uses_fused_backward(table, spec),
     )
+
+
+def computed_rows(table: LookupTable, spec: AttentionSpec, by_key: bool) -> BlockLists:
+    """The block lists that a kernel reads, with the rows that it computes in their schedule."""
+    if by_key:
+        return table.by_key
+    return table.by_query.without_empty_rows if spec.skips_empty_rows else table.by_query
 
 
 def is_dynamic(rows: BlockLists, spec: AttentionSpec) -> bool:

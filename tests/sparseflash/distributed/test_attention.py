@@ -67,6 +67,16 @@ def test_every_result_and_gradient_is_written(ranks, split):
         check_exact(ranks.run(cases.errors_with_filled_memory, mask, split))
 
 
+@pytest.mark.parametrize("split", ["keys", "rounds", "rows"])
+def test_rows_that_kernels_leave_unwritten_are_not_read(ranks, split):
+    unwritten = 0
+    for mask in ("butterfly", "random", "empty rows", "head masks"):
+        answers = ranks.run(cases.errors_with_unwritten_rows, mask, split)
+        check_exact([errors for errors, _ in answers])
+        unwritten += sum(number for _, number in answers)
+    assert (unwritten > 0) == (split != "rows")
+
+
 def test_a_result_that_was_not_written_is_an_error():
     expected = torch.tensor([1.0, -torch.inf])
     assert cases.difference(torch.tensor([1.5, -torch.inf]), expected) == 0.5

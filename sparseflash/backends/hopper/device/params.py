@@ -28,7 +28,8 @@ class Sizes(NamedTuple):
     """Run-time integers.
 
     heads:           query heads
-    num_rows:        block rows of a mask in the direction of the kernel
+    num_rows:        block rows of a mask that the kernel computes, all or those of the only mask
+        that have blocks
     num_work_tiles:  block rows of all heads and batch elements
     heads_per_group: heads whose work tiles are scheduled together, longest first (LPT)
     mask_batch_stride: stride of head_to_mask from one batch element to the next; None if all

@@ -280,7 +280,7 @@ def prologue(lse_tensors, pipelines, params, bh, query_start, state, query_phase
     consumer_wait(grad_out_pipeline, PipelineState(WARPGROUP, query_phase))
     grad_out = stage_matrix(grad_out_pipeline, WARPGROUP).load(LAYOUT)  # [64, D]
     minus_delta = compute_minus_delta(out, grad_out, grad_lse)
-    padded_len = params.sizes.num_rows * params.row_tokens
+    padded_len = gl.cdiv(params.sizes.q_len, params.row_tokens) * params.row_tokens
     write_lse_delta(lse_tensors, lse_log2, minus_delta, bh, tokens, padded_len)
     # These loads of O must complete before TMA overwrites its buffers.
     fence_async_shared()

@@ -63,6 +63,40 @@ def test_simulated_kernels_on_blocks_of_64(name, dtype):
         check(PATTERNS[name], lengths=(300, 260), block_size=64, dtype=dtype)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "forward_tile"),
+    [(128, 128, None), (64, 128, (192, 128)), (64, 64, None)],
+)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_simulated_kernels_leave_rows_without_blocks_unwritten(
+    head_dim, block_size, forward_tile, kv_heads
+):
+    """O, LSE and dQ; what is written has the bits of a call that writes all."""
+    lengths = (900, 300)
+    kinds = {"kv_heads": kv_heads, "dtype": torch.bfloat16}
+    query, key, value, grad_out = make_inputs(2, 2, *lengths, head_dim, **kinds)
+    mask = masks.pattern(lambda q, k: (q // 192 % 2 == 1) & (k < 140))(lengths, block_size)
+    attends = mask.to_dense()[0].any(-1)
+    needs, results = (True, True, True, False, False, False), []
+    for skips in (False, True):
+        facts = {"forward_tile": forward_tile, "skips_empty_rows": skips}
+        call = call_on(hopper, query, key, mask, value, **facts)
+        with simulation(), poisoned_empty():
+            out, lse = call.forward(query, key, value)
+            if skips:
+                assert out[:, :, 384:512].isnan().all()
+                assert lse[:, :, 384:512].isnan().all()
+                out, lse = results[0]
+            grads = call.backward(grad_out, None, (query, key, value, out, lse), needs)[:3]
+        results += [(out, lse)] if not skips else []
+        results.append(grads)
+    (_, whole, some) = results
+    assert some[0][:, :, 384:512].isnan().all()
+    assert torch.equal(some[0][:, :, attends], whole[0][:, :, attends])
+    assert torch.equal(some[1], whole[1])
+    assert torch.equal(some[2], whole[2])
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_simulated_kernels_on_blocks_of_64_with_all_that_is_optional(head_dim):
     pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
