@@ -35,12 +35,17 @@ class StepBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         for batch in count(self.start):
             first = batch * self.batch_size
-            places = range(first + self.rank, first + self.batch_size, self.world_size)
-            yield [self._sample(place) for place in places]
+            places = np.arange(first + self.rank, first + self.batch_size, self.world_size)
+            epochs, positions = np.divmod(places, self.samples)
+            yield [
+                sample
+                for epoch in np.unique(epochs)
+                for sample in self._samples(int(epoch), positions[epochs == epoch])
+            ]
 
-    def _sample(self, place: int) -> int:
-        times, position = divmod(place, self.samples)
-        return int(shuffled(position, self.samples, stream_of("order", self.seed, times)))
+    def _samples(self, epoch: int, positions: np.ndarray) -> list[int]:
+        stream = stream_of("order", self.seed, epoch)
+        return shuffled(positions, self.samples, stream).tolist()
 
 
 class ArenaData(L.LightningDataModule):

@@ -49,9 +49,14 @@ def below(state, n):
 def stream_of(*names: str | int) -> np.uint64:
     """The stream of random numbers of some names, such as ("listops", 0, "train")."""
     text = "/".join(map(str, names)).encode()
+    return np.uint64(_stream_of(np.frombuffer(text, np.uint8)))
+
+
+@numba.njit(nogil=True, cache=True)
+def _stream_of(text):
     stream = np.uint64(0)
     for byte in text:
-        stream = np.uint64(seed_of(stream, np.uint64(byte)))
+        stream = seed_of(stream, np.uint64(byte))
     return stream
 
 
@@ -85,21 +90,33 @@ def _hashes(stream, n):
 
 
 @numba.njit(nogil=True, cache=True)
-def shuffled(position, n, stream):
-    """The element of 0 to n - 1 at a position of the permutation of a stream.
+def shuffled(positions, n, stream):
+    """The elements of 0 to n - 1 at some positions of the permutation of a stream.
 
     The permutation takes no memory: it is a Feistel network on the smallest even number of bits
     that can represent n - 1, applied until the result is below n.
+
+    Args:
+        positions: int64 (m,).
+        n: Number of elements.
+        stream: uint64.
+
+    Returns:
+        int64 (m,).
     """
     half = np.uint64(1)
     while np.uint64(1) << (half + half) < np.uint64(n):
         half += np.uint64(1)
     low = (np.uint64(1) << half) - np.uint64(1)
-    x = np.uint64(position)
-    while True:
-        left, right = x >> half, x & low
-        for turn in range(4):
-            left, right = right, left ^ (seed_of(stream + np.uint64(turn), right) & low)
-        x = (left << half) | right
-        if x < np.uint64(n):
-            return x
+    elements = np.empty(len(positions), np.int64)
+    for i in range(len(positions)):
+        x = np.uint64(positions[i])
+        while True:
+            left, right = x >> half, x & low
+            for turn in range(4):
+                left, right = right, left ^ (seed_of(stream + np.uint64(turn), right) & low)
+            x = (left << half) | right
+            if x < np.uint64(n):
+                break
+        elements[i] = x
+    return elements
