@@ -34,6 +34,12 @@ class StepBar(TQDMProgressBar):
     def total_train_batches(self) -> int:
         return int(self.trainer.max_steps) * self.trainer.accumulate_grad_batches
 
+    def get_metrics(self, trainer: L.Trainer, pl_module: Learner) -> dict:
+        # This waits for the device, when the bar is drawn only. Lightning reads metrics of
+        # `log(prog_bar=True)` in every step.
+        measured = {name: float(value) for name, value in pl_module.measured.items()}
+        return super().get_metrics(trainer, pl_module) | measured
+
 
 class Averaged(EMAWeightAveraging):
     """Validates, saves and tests an exponential average of the weights.

@@ -100,6 +100,8 @@ class Learner(L.LightningModule):
         self.restore = nn.Linear(encoder.dim, task.shape.vocabulary) if objective.pixels else None
         # Predicts contour labels.
         self.trace = nn.Linear(encoder.dim, TRACES) if objective.traces else None
+        # What the last training step measured, by the name under which it is logged.
+        self.measured: dict[str, Tensor] = {}
         classes = task.shape.classes
         self.accuracy = MulticlassAccuracy(classes, average="micro")
         self.confusion = MulticlassConfusionMatrix(classes)
@@ -133,7 +135,12 @@ class Learner(L.LightningModule):
         stream = stream_of(
             "step", self.seed, self.trainer.global_step, batch_idx, self.global_rank
         )
-        torch.manual_seed(int(stream) >> 1)
+        seed = int(stream) >> 1
+        # torch.manual_seed takes a millisecond: it stores a traceback for each kind of device that
+        # is not in use.
+        torch.default_generator.manual_seed(seed)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         loss = torch.zeros((), device=self.device)
@@ -143,13 +150,21 @@ class Learner(L.LightningModule):
             loss = loss + self.objective.traces * traces
             loss = loss + self.objective.labels * cross_entropy(logits, batch.labels)
             right = (logits.argmax(-1) == batch.labels).float().mean()
-            self.log("train/accuracy", right, prog_bar=True)
+            self.measured["train/accuracy"] = right
         if self.restore is not None:
             pixels = self.restoration_loss(batch)
             loss = loss + self.objective.pixels * pixels
-            self.log("train/pixels", pixels, prog_bar=True)
-        self.log("train/loss", loss, prog_bar=True)
-        return {"loss": loss} if right is None else {"loss": loss, "accuracy": right.detach()}
+            self.measured["train/pixels"] = pixels.detach()
+        self.measured["train/loss"] = loss.detach()
+        return {"loss": loss} if right is None else {"loss": loss, "accuracy": right}
+
+    def on_train_batch_end(self, outputs: dict, batch: Batch, batch_idx: int) -> None:
+        # `log` takes part of a millisecond, and `log(prog_bar=True)` waits for the device in every
+        # step: see StepBar.
+        trainer, step = self.trainer, self.trainer.global_step
+        every: int = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
+        if (every and step % every == 0) or trainer.should_stop or step == trainer.max_steps:
+            self.log_dict(self.measured)
 
     def answers(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The logits of the labels, and the loss of the contour labels."""
@@ -164,7 +179,7 @@ class Learner(L.LightningModule):
         weights[1:] = self.objective.ink
         logits = self.trace(features[:, features.shape[1] - classes.shape[1] :])
         traces = cross_entropy(logits.flatten(0, 1).float(), classes.flatten(), weights)
-        self.log("train/traces", traces, prog_bar=True)
+        self.measured["train/traces"] = traces.detach()
         return self.classifier.classify(pooled_by(encoder.config.pool, features, None)), traces
 
     def restoration_loss(self, batch: Batch) -> Tensor:
@@ -213,6 +228,12 @@ class Learner(L.LightningModule):
         for name, value in accuracy_of(self.confusion.compute()).items():
             self.log(f"test/{name}", value)
 
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        # Checkpoints have options of their optimizer, which older ones did not fuse.
+        for state in checkpoint.get("optimizer_states", ()):
+            for group in state["param_groups"]:
+                group["fused"] = True
+
     def configure_optimizers(self):
         config, steps = self.optimizer, int(self.trainer.max_steps)
         optimizer = AdamW(
@@ -221,7 +242,13 @@ class Learner(L.LightningModule):
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
+            # One kernel, which skips the step if a gradient is not finite: the host need not know.
+            fused=True,
         )
+        if self.trainer.gradient_clip_val:
+            # Lightning must divide the gradients by the scale of float16 before it clips them, and
+            # does not if the optimizer says that it divides them itself.
+            optimizer._step_supports_amp_scaling = False  # pyright: ignore[reportAttributeAccessIssue]
         schedule = schedule_of(config, optimizer, steps)
         return {
             "optimizer": optimizer,

@@ -54,8 +54,10 @@ def fit(
     seed=0,
     every=2,
     accelerator="cpu",
+    training=None,
     **options,
 ):
+    """Trains; training: further arguments of the trainer, options: those of the learner."""
     task = task or Majority()
     torch.manual_seed(seed)
     learner = Learner(
@@ -75,11 +77,10 @@ def fit(
         val_check_interval=2 * every,
         check_val_every_n_epoch=None,
         callbacks=[*{id(c): c for c in (*callbacks, losses, last)}.values()],
-        logger=False,
-        enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
         use_distributed_sampler=False,
+        **{"logger": False, "enable_progress_bar": False, **(training or {})},
     )
     data = ArenaData(task, folder, batch_size=8, seed=seed)
     trainer.fit(learner, data, ckpt_path=ckpt_path, weights_only=True)

@@ -1,5 +1,6 @@
 """Learning: schedules, objectives, passes, the weights that a run starts from."""
 
+import csv
 import math
 import pickle
 from dataclasses import replace
@@ -7,9 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.lra import page
-from experiments.lra.callbacks import Averaged
+from experiments.lra.callbacks import Averaged, StepBar
 from experiments.lra.learner import (
     Learner,
     ObjectiveConfig,
@@ -49,6 +53,80 @@ def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, ema):
     resumed = fit(tmp_path / "killed", *averages(), ckpt_path=last)[3]
     assert list(resumed) == list(range(7, 13))
     assert {**killed.values, **resumed} == whole
+
+
+class Observed(TorchDispatchMode):
+    """Counts what takes the host long in steps 2 to 7.
+
+    `reads` are values that the host reads, for each of which it waits for the device, and
+    `tracebacks` those that torch stores.
+    """
+
+    reads = tracebacks = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+class Observer(Callback):
+    def __init__(self):
+        self.observed, self.patch = Observed(), pytest.MonkeyPatch()
+
+    def count(self, *_):
+        self.observed.tracebacks += 1
+        return []
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == 1:
+            self.patch.setattr("traceback.format_stack", self.count)
+            self.observed.__enter__()
+        if trainer.global_step == 7:
+            self.observed.__exit__(None, None, None)
+            self.patch.undo()
+
+
+def test_a_step_neither_waits_for_the_device_nor_stores_tracebacks(tmp_path):
+    bar, observer = StepBar(refresh_rate=8), Observer()
+    training = {"enable_progress_bar": True, "log_every_n_steps": 8}
+    fit(tmp_path, bar, observer, every=20, training=training)
+    assert observer.observed.reads == 6  # by the helper, which keeps losses
+    assert observer.observed.tracebacks == 0
+
+
+def test_losses_are_shown_and_logged_at_their_steps(tmp_path):
+    logger = CSVLogger(tmp_path, name="", version="")
+    bar = StepBar(refresh_rate=4)
+    shown = {}
+
+    class Shown(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            shown[trainer.global_step] = bar.get_metrics(trainer, pl_module)["train/loss"]
+
+    training = {"logger": logger, "enable_progress_bar": True, "log_every_n_steps": 4}
+    trainer, *_, losses = fit(tmp_path, bar, Shown(), steps=14, every=20, training=training)
+    assert shown == losses
+    with (tmp_path / "metrics.csv").open() as file:
+        logged = {int(row["step"]) + 1: float(row["train/loss"]) for row in csv.DictReader(file)}
+    assert logged == {step: pytest.approx(losses[step]) for step in (4, 8, 12)}
+    assert float(trainer.callback_metrics["train/loss"]) == losses[14]
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_run_of_an_optimizer_that_is_not_fused_goes_on(tmp_path, clip):
+    training = {"precision": "bf16-mixed", "gradient_clip_val": clip}
+    whole = fit(tmp_path / "whole", training=training)[3]
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "cut", Losses(killed_at=7), training=training)
+    path = tmp_path / "cut" / "last.ckpt"
+    checkpoint = read_checkpoint(path)
+    (group,) = checkpoint["optimizer_states"][0]["param_groups"]
+    assert group["fused"]
+    group["fused"] = None
+    torch.save(checkpoint, path)
+    trainer, *_, rest = fit(tmp_path / "cut", ckpt_path=path, training=training)
+    assert trainer.optimizers[0].param_groups[0]["fused"]
+    assert rest.items() <= whole.items()
 
 
 def after_peak(step):
