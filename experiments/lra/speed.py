@@ -60,6 +60,12 @@ def main(
     with usage_errors(MissingData):
         cases = {task: steps.case_of(task, real, scale) for task in tasks.split(",")}
     found, failed = [], []
+    record = environment(device) | {
+        "memory": METHOD[device.type],
+        "compiled": compiled,
+        "real": real is not None,
+        "models": {task: asdict(case.model) for task, case in cases.items()},
+    }
     for task, case in cases.items():
         for implementation in case.implementations:
             if only and implementation.attention not in only:
@@ -70,16 +76,13 @@ def main(
                 failed.append([task, implementation.label, str(error).splitlines()[0]])
                 console.print(": ".join(failed[-1]), highlight=False)
         console.print(steps.table_of(task, case, [s for s in found if s.task == task]))
-    record = environment(device) | {
-        "memory": METHOD[device.type],
-        "compiled": compiled,
-        "real": real is not None,
-        "models": {task: asdict(case.model) for task, case in cases.items()},
-        "steps": [asdict(step) for step in found],
-        "failed": failed,
-        "geometric_mean_speedup": steps.means(found),
-    }
-    write_json(path, record)
+        # After each task, so that an interruption loses one task at most.
+        record |= {
+            "steps": [asdict(step) for step in found],
+            "failed": failed,
+            "geometric_mean_speedup": steps.means(found),
+        }
+        write_json(path, record)
     if record["geometric_mean_speedup"]:
         console.print(steps.table_of_means(record["geometric_mean_speedup"]))
     print(f"wrote {path}")

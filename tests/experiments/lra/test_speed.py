@@ -72,6 +72,18 @@ def test_a_step_that_no_graph_holds_is_told_and_the_others_are_kept(tmp_path, mo
         steps.timed(waits, steps.Clock.EVENTS)
 
 
+def test_an_interruption_keeps_the_tasks_before(tmp_path, monkeypatch):
+    def measured(task, case, implementation, compiled, device):
+        if task == "listops":
+            raise KeyboardInterrupt
+        return [step(task, implementation.attention, "cpu", 2.0)]
+
+    monkeypatch.setattr(steps, "measure", measured)
+    with pytest.raises(KeyboardInterrupt):
+        speed.main(tasks="image,listops", only=["linear"], name="cut", output=tmp_path)
+    assert [s["task"] for s in read(tmp_path, "lra-cut-*.json")["steps"]] == ["image"]
+
+
 def test_a_step_that_needs_more_memory_than_there_is_is_told_by_either_clock(
     tmp_path, monkeypatch
 ):
