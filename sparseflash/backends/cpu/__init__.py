@@ -1,5 +1,6 @@
 """The backend "cpu": vectorised PyTorch that skips the empty blocks in both passes."""
 
+from sparseflash.backends.cpu.few_queries import attended_runs
 from sparseflash.backends.cpu.plan import block_size_for
 from sparseflash.backends.cpu.unattended import backward, forward
 from sparseflash.dispatch.call import Call
@@ -38,7 +39,10 @@ def compiled_for(spec: AttentionSpec, table) -> tuple[bool, ...]:
 
 
 def describe(call: Call, mask, query, key, value) -> dict[str, str]:
-    """The block size in which the mask is read; see sparseflash.backends.base."""
+    """The block size in which the mask is read, and by what; see sparseflash.backends.base."""
     tile, own = call.table.block_size, call.spec.block_size
     verb = "merged" if tile > own else "split"
-    return {} if tile == own else {"tiles": f"{tile}, {verb} from blocks of {own}"}
+    described = {} if tile == own else {"tiles": f"{tile}, {verb} from blocks of {own}"}
+    if attended_runs(call.plan):
+        described["forward"] = "torch's attention of the keys that every query attends"
+    return described
