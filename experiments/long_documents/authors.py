@@ -174,6 +174,8 @@ class Passages:
 class Drawn(Passages):
     """Samples at random positions of the training books, with authors in turn."""
 
+    in_memory = False  # drawing them takes long enough that processes should do it
+
     def __init__(
         self, books: Books, training: list[list[Book]], length: int, tokens: Tokens = "bytes"
     ):

@@ -10,7 +10,7 @@ import lightning as L
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from experiments.lra.tasks import Samples, Task, collate
+from experiments.lra.tasks import Batch, Samples, Task, collate
 from experiments.lra.tasks.hashing import shuffled, stream_of
 from experiments.lra.tasks.task import Subset, in_memory
 
@@ -54,7 +54,8 @@ class ArenaData(L.LightningDataModule):
     Args:
         data_root: Folder of published files, to which generated files are written.
         batch_size: Number of samples of a step, over all processes.
-        workers: Number of processes that read or draw samples; with 0 this is done between steps.
+        workers: Number of processes that read or draw samples; with 0 this is done between steps,
+            as always with samples in memory.
         seed: Seed of the order of the training samples.
     """
 
@@ -98,16 +99,19 @@ class ArenaData(L.LightningDataModule):
         trainer, samples = self._trainer(), self.samples[split]
         mine = Subset(samples, np.arange(trainer.global_rank, len(samples), trainer.world_size))
         size = -(-self.batch_size // trainer.world_size)
-        return self._loader(mine, evaluated=True, batch_size=size)
+        return self._loader(mine, batch_size=size)
 
-    def _loader(self, samples: Samples, evaluated: bool = False, **options) -> DataLoader:
+    def _loader(self, samples: Samples, **options) -> DataLoader:
         return DataLoader(
             cast(Dataset, samples),  # which asks for no more than Samples has
-            num_workers=0 if evaluated and in_memory(samples) else self.workers,
+            num_workers=0 if in_memory(samples) else self.workers,
             collate_fn=partial(collate, self.task.shape),
             pin_memory=self._trainer().strategy.root_device.type == "cuda",
             **options,
         )
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        return batch._replace(ids=batch.ids.long())
 
     def _trainer(self) -> L.Trainer:
         assert self.trainer is not None, "a LightningDataModule gives loaders to its Trainer only"

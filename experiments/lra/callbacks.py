@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
 from experiments.files import write_json
 from experiments.lra.learner import Learner, read_checkpoint
@@ -138,26 +139,29 @@ class StuckAtChance(Callback):
     def __init__(self, steps: int):
         self.steps = steps
         self.stuck = False
-        self._accuracies: list[float] = []
+        self._accuracies: list[float | Tensor] = []
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Learner, outputs: dict, batch: Batch, batch_idx: int
     ) -> None:
         step = trainer.global_step
         if self.steps - self.steps // 10 <= step <= self.steps and "accuracy" in outputs:
-            self._accuracies.append(float(outputs["accuracy"]))
+            self._accuracies.append(outputs["accuracy"])  # to read it would wait for the device
             if step == self.steps:
                 samples = len(self._accuracies) * len(batch.labels) * trainer.world_size
                 self.stuck = trainer.should_stop = self._guesses(trainer, pl_module, samples)
 
     def _guesses(self, trainer: L.Trainer, learner: Learner, samples: int) -> bool:
-        mine = torch.tensor(self._accuracies, device=learner.device).mean()
+        mine = torch.tensor(self._read(), device=learner.device).mean()
         accuracy = float(trainer.strategy.reduce(mine, reduce_op="mean"))
         chance = 1 / learner.task.shape.classes
         return accuracy < chance + CLEARLY * sqrt(chance * (1 - chance) / samples)
 
+    def _read(self) -> list[float]:
+        return [float(accuracy) for accuracy in self._accuracies]
+
     def state_dict(self) -> dict:
-        return {"stuck": self.stuck, "accuracies": self._accuracies}
+        return {"stuck": self.stuck, "accuracies": self._read()}
 
     def load_state_dict(self, state_dict: dict) -> None:
         self.stuck, self._accuracies = state_dict["stuck"], state_dict["accuracies"]

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from math import cos, pi, sqrt
+from operator import add
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Literal
@@ -103,8 +105,9 @@ class Learner(L.LightningModule):
         # What the last training step measured, by the name under which it is logged.
         self.measured: dict[str, Tensor] = {}
         classes = task.shape.classes
-        self.accuracy = MulticlassAccuracy(classes, average="micro")
-        self.confusion = MulticlassConfusionMatrix(classes)
+        # Validation of their arguments waits for the device; cross_entropy checks labels, too.
+        self.accuracy = MulticlassAccuracy(classes, average="micro", validate_args=False)
+        self.confusion = MulticlassConfusionMatrix(classes, validate_args=False)
         if init_from is not None:
             start_from(self, init_from, positions_from)
         if passes == "compiled":
@@ -126,7 +129,7 @@ class Learner(L.LightningModule):
             )
         assert self.trainer.train_dataloader is not None
         batch = next(iter(self.trainer.train_dataloader))
-        inputs = tuple(part.to(self.device) for part in batch.inputs)
+        inputs = self.trainer.strategy.batch_to_device(batch).inputs
         with self.trainer.precision_plugin.forward_context():
             torch.cuda.make_graphed_callables(self.classifier, inputs)
 
@@ -143,18 +146,20 @@ class Learner(L.LightningModule):
             torch.get_device_module(self.device).manual_seed(seed)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        loss = torch.zeros((), device=self.device)
+        terms: list[Tensor] = []
         right = None
         if self.objective.labels:
             logits, traces = self.answers(batch)
-            loss = loss + self.objective.traces * traces
-            loss = loss + self.objective.labels * cross_entropy(logits, batch.labels)
+            if traces is not None:
+                terms.append(self.objective.traces * traces)
+            terms.append(self.objective.labels * cross_entropy(logits, batch.labels))
             right = (logits.argmax(-1) == batch.labels).float().mean()
             self.measured["train/accuracy"] = right
         if self.restore is not None:
             pixels = self.restoration_loss(batch)
-            loss = loss + self.objective.pixels * pixels
+            terms.append(self.objective.pixels * pixels)
             self.measured["train/pixels"] = pixels.detach()
+        loss = reduce(add, terms)
         self.measured["train/loss"] = loss.detach()
         return {"loss": loss} if right is None else {"loss": loss, "accuracy": right}
 
@@ -166,10 +171,10 @@ class Learner(L.LightningModule):
         if (every and step % every == 0) or trainer.should_stop or step == trainer.max_steps:
             self.log_dict(self.measured)
 
-    def answers(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The logits of the labels, and the loss of the contour labels."""
+    def answers(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The logits of the labels, and the loss of the contour labels if it is needed."""
         if self.trace is None:
-            return self.classifier(*batch.inputs), torch.zeros((), device=self.device)
+            return self.classifier(*batch.inputs), None
         if batch.traces is None:
             raise ValueError("objective.traces needs a task with traced: true")
         encoder = self.classifier.encoder
@@ -210,7 +215,7 @@ class Learner(L.LightningModule):
         if not self.objective.labels:
             return
         logits = self.classifier(*batch.inputs)
-        self.accuracy(logits, batch.labels)
+        self.accuracy.update(logits, batch.labels)
         size = len(batch.labels)
         self.log("validation/accuracy", self.accuracy, prog_bar=True, batch_size=size)
         loss = cross_entropy(logits, batch.labels)
@@ -222,7 +227,7 @@ class Learner(L.LightningModule):
         return not self.objective.labels
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.confusion(self.classifier(*batch.inputs), batch.labels)
+        self.confusion.update(self.classifier(*batch.inputs), batch.labels)
 
     def on_test_epoch_end(self) -> None:
         for name, value in accuracy_of(self.confusion.compute()).items():

@@ -8,7 +8,7 @@ import numpy as np
 
 from experiments.lra.tasks.hashing import split_by_hash
 from experiments.lra.tasks.store import check_hashes
-from experiments.lra.tasks.task import SPLITS, MissingData, Sample, Samples, Shape, Subset, Task
+from experiments.lra.tasks.task import SPLITS, Images, MissingData, Samples, Shape, Subset, Task
 
 FOLDER = "cifar-10-batches-py"
 SIDE = 32
@@ -32,7 +32,7 @@ class ImageTask(Task):
     def splits(self, data_root: Path) -> Mapping[str, Samples]:
         folder = data_root / FOLDER
         check_hashes(folder)
-        train, test = GreyImages(folder, TRAIN_FILES), GreyImages(folder, ("test_batch",))
+        train, test = grey_images(folder, TRAIN_FILES), grey_images(folder, ("test_batch",))
         held_out = len(train) // 10
         training, validation = split_by_hash(
             len(train), (len(train) - held_out, held_out), "image"
@@ -41,26 +41,10 @@ class ImageTask(Task):
         return dict(zip(SPLITS, parts, strict=True))
 
 
-class GreyImages:
-    """The images of some files, in memory.
-
-    Args:
-        folder: Folder of the files.
-        names: Names of the files.
-    """
-
-    in_memory = True
-
-    def __init__(self, folder: Path, names: tuple[str, ...]):
-        batches = [read_batch(folder / name) for name in names]
-        self.images = np.concatenate([images for images, _ in batches])
-        self.labels = [label for _, labels in batches for label in labels]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Sample:
-        return Sample([self.images[index]], self.labels[index])
+def grey_images(folder: Path, names: tuple[str, ...]) -> Images:
+    """The images of some files of a folder."""
+    batches = [read_batch(folder / name) for name in names]
+    return Images(*(np.concatenate(parts) for parts in zip(*batches, strict=True)))
 
 
 def read_batch(path: Path) -> tuple[np.ndarray, list[int]]:

@@ -1,7 +1,8 @@
 """Pathfinder: are the two discs on one contour? 32 is the arena's Pathfinder, 128 is Path-X."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from os import cpu_count
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,17 @@ from rich.progress import track
 from experiments.lra.tasks.hashing import seed_of, split_by_hash, stream_of
 from experiments.lra.tasks.snakes import DIFFICULTIES, RELEASE, Drawing, Rules, draw
 from experiments.lra.tasks.store import Allocate, Arrays, stored
-from experiments.lra.tasks.task import SPLITS, MissingData, Sample, Samples, Shape, Subset, Task
+from experiments.lra.tasks.task import (
+    SPLITS,
+    Batch,
+    Images,
+    MissingData,
+    Sample,
+    Samples,
+    Shape,
+    Subset,
+    Task,
+)
 
 ENDLESS = 10**9  # fresh images of the training split: more than any run reads
 FOLDERS = {
@@ -106,22 +117,22 @@ class Pathfinder(Task):
             self.side, segments, split, self.seed, count, shorter, traced, self.rules
         )
 
-    def _stored(self, data_root: Path, split: str, fresh: "FreshImages") -> "PackedImages":
+    def _stored(self, data_root: Path, split: str, fresh: "FreshImages") -> Images:
         name = f"{self.name}-seed{self.seed}-{split}-{len(fresh)}"
         facts = {"generator": GENERATOR, "images": name}
-        return PackedImages(stored(data_root / name, facts, fresh.pack))
+        arrays = stored(data_root / name, facts, fresh.pack)
+        return Images(arrays["images"], arrays["labels"])
 
     def _released(self, data_root: Path) -> Mapping[str, Samples]:
         source = data_root / f"pathfinder{self.side}" / FOLDERS[self.difficulty]
         if not source.exists():
             raise MissingData(source, "unpack lra_release.gz of google-research/long-range-arena")
-        packed = PackedImages(
-            stored(
-                data_root / f"{self.name}-released",
-                {"source": str(source.relative_to(data_root)), "skip_corrupt": self.skip_corrupt},
-                lambda allocate: pack_released(source, self.side, self.skip_corrupt, allocate),
-            )
+        arrays = stored(
+            data_root / f"{self.name}-released",
+            {"source": str(source.relative_to(data_root)), "skip_corrupt": self.skip_corrupt},
+            lambda allocate: pack_released(source, self.side, self.skip_corrupt, allocate),
         )
+        packed = Images(arrays["images"], arrays["labels"])
         held_out = len(packed) // 10
         sizes = (len(packed) - 2 * held_out, held_out, held_out)
         parts = split_by_hash(len(packed), sizes, "pathfinder")
@@ -199,37 +210,26 @@ class DrawnImages:
 
     def __init__(self, fresh: FreshImages):
         self.fresh = fresh
-        self._packed: PackedImages | None = None
+
+    @cached_property
+    def drawn(self) -> Images:
+        arrays: Arrays = {}
+
+        def allocate(name: str, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+            arrays[name] = np.empty(shape, dtype)
+            return arrays[name]
+
+        self.fresh.pack(allocate)
+        return Images(arrays["images"], arrays["labels"])
 
     def __len__(self) -> int:
         return len(self.fresh)
 
     def __getitem__(self, index: int) -> Sample:
-        if self._packed is None:
-            arrays: Arrays = {}
+        return self.drawn[index]
 
-            def allocate(name: str, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-                arrays[name] = np.empty(shape, dtype)
-                return arrays[name]
-
-            self.fresh.pack(allocate)
-            self._packed = PackedImages(arrays)
-        return self._packed[index]
-
-
-class PackedImages:
-    """Images in one array."""
-
-    in_memory = True
-
-    def __init__(self, arrays: Arrays):
-        self.images, self.labels = arrays["images"], arrays["labels"]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Sample:
-        return Sample([np.asarray(self.images[index]).reshape(-1)], int(self.labels[index]))
+    def __getitems__(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        return self.drawn.__getitems__(indices)
 
 
 def pack_released(source: Path, side: int, skip_corrupt: bool, allocate: Allocate) -> None:

@@ -78,7 +78,7 @@ class Batch(NamedTuple):
     """Samples as tensors.
 
     Attributes:
-        ids: int64 (batch, documents, seq_len), padded with 0.
+        ids: Integers (batch, documents, seq_len), padded with 0.
         lengths: int64 (batch, documents), in tokens, or None if no sequence is padded.
         labels: int64 (batch,).
         traces: The class of each token, int64 (batch, seq_len), or None.
@@ -107,8 +107,10 @@ class MissingData(FileNotFoundError):
         super().__init__(f"{path} is missing: {how}, or set --data.data_root to where it is")
 
 
-def collate(shape: Shape, samples: Sequence[Sample]) -> Batch:
+def collate(shape: Shape, samples: Sequence[Sample] | Batch) -> Batch:
     """The batch of samples, which are padded or cut to the length of the task."""
+    if isinstance(samples, Batch):
+        return samples
     ids = np.zeros((len(samples), shape.documents, shape.seq_len), np.int64)
     lengths = np.zeros((len(samples), shape.documents), np.int64)
     for n, sample in enumerate(samples):
@@ -132,6 +134,33 @@ def in_memory(samples: Samples) -> bool:
     return getattr(samples, "in_memory", False)
 
 
+class Images:
+    """Images in arrays, of which a DataLoader reads a whole batch at once.
+
+    Args:
+        images: uint8 (n or more, ...).
+        labels: Integers (n,).
+    """
+
+    in_memory = True
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray):
+        # A plain array: each access of a memory map makes another memory map, which takes longer.
+        self.images = np.asarray(images[: len(labels)]).reshape(len(labels), -1)
+        self.labels = np.asarray(labels)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample([self.images[index]], int(self.labels[index]))
+
+    def __getitems__(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """The batch of some images, with ids in 8 bits, which are copied to a device sooner."""
+        ids, labels = self.images[indices][:, None], self.labels[indices]
+        return Batch(torch.from_numpy(ids), None, torch.from_numpy(labels.astype(np.int64)))
+
+
 class Subset:
     """The samples with some indices."""
 
@@ -144,6 +173,13 @@ class Subset:
 
     def __getitem__(self, index: int) -> Sample:
         return self.samples[int(self.indices[index])]
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch | list[Sample]:
+        """The samples of a batch, which are read at once if that is possible."""
+        at_once = getattr(self.samples, "__getitems__", None)
+        if at_once is None:
+            return [self[index] for index in indices]
+        return at_once(self.indices[indices])
 
 
 def bytes_to_ids(text: bytes) -> np.ndarray:

@@ -1,8 +1,10 @@
 """Which samples each step reads."""
 
+import lightning as L
 import pytest
 
-from experiments.lra.batches import StepBatches
+from experiments.lra.batches import ArenaData, StepBatches
+from experiments.lra.tasks import Pathfinder
 
 
 class TestStepBatches:
@@ -22,3 +24,12 @@ class TestStepBatches:
         assert sorted(parts[0] + parts[1]) == sorted(whole)
         with pytest.raises(ValueError, match="batch_size must be a multiple of the 3 processes"):
             StepBatches(10, 4, 0, 0, 0, 3)
+
+
+@pytest.mark.parametrize(("source", "workers"), [("stored", 0), ("fresh", 1)])
+def test_processes_read_only_what_is_not_in_memory(tmp_path, source, workers):
+    data = ArenaData(Pathfinder(source=source, sizes=(4, 4, 4)), tmp_path, 2, workers=1)
+    data.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    data.setup("fit")
+    assert data.train_dataloader().num_workers == workers
+    assert data.val_dataloader().num_workers == 0

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.lra import page
-from experiments.lra.callbacks import Averaged, StepBar
+from experiments.lra.callbacks import Averaged, StepBar, StuckAtChance
 from experiments.lra.learner import (
     Learner,
     ObjectiveConfig,
@@ -56,7 +56,7 @@ def test_a_killed_run_goes_on_with_the_same_losses(tmp_path, ema):
 
 
 class Observed(TorchDispatchMode):
-    """Counts what takes the host long in steps 2 to 7.
+    """Counts what takes the host long in steps 2 to 10.
 
     `reads` are values that the host reads, for each of which it waits for the device, and
     `tracebacks` those that torch stores.
@@ -81,16 +81,17 @@ class Observer(Callback):
         if trainer.global_step == 1:
             self.patch.setattr("traceback.format_stack", self.count)
             self.observed.__enter__()
-        if trainer.global_step == 7:
+        if trainer.global_step == 10:
             self.observed.__exit__(None, None, None)
             self.patch.undo()
 
 
 def test_a_step_neither_waits_for_the_device_nor_stores_tracebacks(tmp_path):
-    bar, observer = StepBar(refresh_rate=8), Observer()
-    training = {"enable_progress_bar": True, "log_every_n_steps": 8}
-    fit(tmp_path, bar, observer, every=20, training=training)
-    assert observer.observed.reads == 6  # by the helper, which keeps losses
+    bar, stuck, observer = StepBar(refresh_rate=20), StuckAtChance(steps=11), Observer()
+    training = {"enable_progress_bar": True, "log_every_n_steps": 20}
+    fit(tmp_path, bar, stuck, observer, every=20, training=training)
+    assert len(stuck.state_dict()["accuracies"]) == 2
+    assert observer.observed.reads == 9  # by the helper, which keeps losses
     assert observer.observed.tracebacks == 0
 
 

@@ -4,6 +4,7 @@ import os
 import pickle
 import shutil
 import time
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import scipy.ndimage
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from experiments.lra.tasks import (
     SPLITS,
@@ -584,6 +586,19 @@ def test_collate_pads_and_cuts():
     # A graph of training steps takes the same inputs for every batch.
     whole = collate(shape, [Sample([np.ones(5000, np.int16)], 1)])
     assert whole.lengths.tolist() == [[4096]]
+
+
+@pytest.mark.parametrize("source", ["stored", "fresh"])
+def test_images_of_a_batch_are_read_at_once(source, tmp_path):
+    task = Pathfinder(source=source, sizes=(1, 6, 1))
+    samples = task.splits(tmp_path)["validation"]
+    for some in (samples, Subset(samples, np.array([5, 3, 1]))):
+        loader = iter(DataLoader(some, 2, collate_fn=partial(collate, task.shape)))
+        batch, singly = next(loader), collate(task.shape, [some[0], some[1]])
+        assert batch.ids.dtype == torch.uint8
+        assert batch.lengths is singly.lengths is None
+        assert torch.equal(batch.ids.long(), singly.ids)
+        assert torch.equal(batch.labels, singly.labels)
 
 
 def test_images_have_no_lengths(tmp_path):
