@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
-from torch.optim import AdamW
 from torch.utils.data import DataLoader, IterableDataset
 
 from experiments.environment import environment
@@ -25,6 +24,7 @@ from experiments.language_model.model import LanguageModel, ModelConfig
 from experiments.lra.callbacks import Deadline, Interruption, StepBar, save_last
 from experiments.lra.exported import EVALUATION_SECONDS
 from experiments.lra.learner import OptimizerConfig, read_checkpoint, schedule_of
+from experiments.module import TrainingModule
 from experiments.pieces import export, restore
 from masks._parse import names_file
 
@@ -108,7 +108,7 @@ class Settings:
         return json.loads(json.dumps(asdict(self)))
 
 
-class Learner(L.LightningModule):
+class Learner(TrainingModule):
     """A language model in training; validation counts bits per byte, also by position.
 
     Args:
@@ -141,11 +141,11 @@ class Learner(L.LightningModule):
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         # Exact resumption needs no saved random state.
-        torch.manual_seed(1_000_003 * self.settings.seed + self.trainer.global_step)
+        self.seed_step(1_000_003 * self.settings.seed + self.trainer.global_step)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.losses(batch).mean()
-        self.log("train/bits_per_byte", loss / log(2), prog_bar=True)
+        self.measure(bits_per_byte=loss / log(2))
         return loss
 
     def on_validation_epoch_start(self) -> None:
@@ -175,7 +175,7 @@ class Learner(L.LightningModule):
         others = [p for p in self.parameters() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
         rate = settings.learning_rate
-        optimizer = AdamW(groups, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+        optimizer = self.adamw(groups, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
         config = OptimizerConfig(
             learning_rate=rate, warmup_steps=settings.warmup_steps, schedule="cosine"
         )
@@ -195,6 +195,7 @@ class Learner(L.LightningModule):
                 f"{name} {its.get(name)!r}, not {mine[name]!r}" for name in others
             )
             raise ValueError(f"the run to resume has other settings: {differences}")
+        super().on_load_checkpoint(checkpoint)
 
 
 def octaves(context: int) -> list[int]:
@@ -237,7 +238,8 @@ class BookData(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         assert self.trainer is not None
         sequences = Sequences(self.splits["train"], self.settings, self.trainer.global_step)
-        return DataLoader(sequences, batch_size=None)
+        # A copy from memory that is not pinned would wait for the device.
+        return DataLoader(sequences, batch_size=None, pin_memory=torch.cuda.is_available())
 
     def val_dataloader(self) -> DataLoader:
         return self._stretches("validation")

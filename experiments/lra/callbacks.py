@@ -23,6 +23,7 @@ from torch import Tensor
 from experiments.files import write_json
 from experiments.lra.learner import Learner, read_checkpoint
 from experiments.lra.tasks import Batch
+from experiments.module import TrainingModule
 
 # A run is stuck if its accuracy is less than so many standard errors above that of guessing.
 CLEARLY = 4
@@ -35,7 +36,8 @@ class StepBar(TQDMProgressBar):
     def total_train_batches(self) -> int:
         return int(self.trainer.max_steps) * self.trainer.accumulate_grad_batches
 
-    def get_metrics(self, trainer: L.Trainer, pl_module: Learner) -> dict:
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict:
+        assert isinstance(pl_module, TrainingModule)
         # This waits for the device, when the bar is drawn only. Lightning reads metrics of
         # `log(prog_bar=True)` in every step.
         measured = {name: float(value) for name, value in pl_module.measured.items()}

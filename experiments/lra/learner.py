@@ -9,17 +9,17 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Literal
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from experiments.lra.model import Classifier, EncoderConfig, pooled_by
 from experiments.lra.tasks import Batch, Task
 from experiments.lra.tasks.hashing import stream_of
+from experiments.module import TrainingModule
 
 # Classes of contour labels: the number of discs on the contour of a token.
 TRACES = 3
@@ -66,7 +66,7 @@ class ObjectiveConfig:
     ink: float = 1.0
 
 
-class Learner(L.LightningModule):
+class Learner(TrainingModule):
     """The training of a classifier for a task.
 
     Args:
@@ -102,8 +102,6 @@ class Learner(L.LightningModule):
         self.restore = nn.Linear(encoder.dim, task.shape.vocabulary) if objective.pixels else None
         # Predicts contour labels.
         self.trace = nn.Linear(encoder.dim, TRACES) if objective.traces else None
-        # What the last training step measured, by the name under which it is logged.
-        self.measured: dict[str, Tensor] = {}
         classes = task.shape.classes
         # Validation of their arguments waits for the device; cross_entropy checks labels, too.
         self.accuracy = MulticlassAccuracy(classes, average="micro", validate_args=False)
@@ -138,12 +136,7 @@ class Learner(L.LightningModule):
         stream = stream_of(
             "step", self.seed, self.trainer.global_step, batch_idx, self.global_rank
         )
-        seed = int(stream) >> 1
-        # torch.manual_seed takes a millisecond: it stores a traceback for each kind of device that
-        # is not in use.
-        torch.default_generator.manual_seed(seed)
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).manual_seed(seed)
+        self.seed_step(int(stream) >> 1)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         terms: list[Tensor] = []
@@ -154,22 +147,14 @@ class Learner(L.LightningModule):
                 terms.append(self.objective.traces * traces)
             terms.append(self.objective.labels * cross_entropy(logits, batch.labels))
             right = (logits.argmax(-1) == batch.labels).float().mean()
-            self.measured["train/accuracy"] = right
+            self.measure(accuracy=right)
         if self.restore is not None:
             pixels = self.restoration_loss(batch)
             terms.append(self.objective.pixels * pixels)
-            self.measured["train/pixels"] = pixels.detach()
+            self.measure(pixels=pixels)
         loss = reduce(add, terms)
-        self.measured["train/loss"] = loss.detach()
+        self.measure(loss=loss)
         return {"loss": loss} if right is None else {"loss": loss, "accuracy": right}
-
-    def on_train_batch_end(self, outputs: dict, batch: Batch, batch_idx: int) -> None:
-        # `log` takes part of a millisecond, and `log(prog_bar=True)` waits for the device in every
-        # step: see StepBar.
-        trainer, step = self.trainer, self.trainer.global_step
-        every: int = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-        if (every and step % every == 0) or trainer.should_stop or step == trainer.max_steps:
-            self.log_dict(self.measured)
 
     def answers(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The logits of the labels, and the loss of the contour labels if it is needed."""
@@ -184,7 +169,7 @@ class Learner(L.LightningModule):
         weights[1:] = self.objective.ink
         logits = self.trace(features[:, features.shape[1] - classes.shape[1] :])
         traces = cross_entropy(logits.flatten(0, 1).float(), classes.flatten(), weights)
-        self.measured["train/traces"] = traces.detach()
+        self.measure(traces=traces)
         return self.classifier.classify(pooled_by(encoder.config.pool, features, None)), traces
 
     def restoration_loss(self, batch: Batch) -> Tensor:
@@ -233,27 +218,15 @@ class Learner(L.LightningModule):
         for name, value in accuracy_of(self.confusion.compute()).items():
             self.log(f"test/{name}", value)
 
-    def on_load_checkpoint(self, checkpoint: dict) -> None:
-        # Checkpoints have options of their optimizer, which older ones did not fuse.
-        for state in checkpoint.get("optimizer_states", ()):
-            for group in state["param_groups"]:
-                group["fused"] = True
-
     def configure_optimizers(self):
         config, steps = self.optimizer, int(self.trainer.max_steps)
-        optimizer = AdamW(
+        optimizer = self.adamw(
             self.parameters(),
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
-            # One kernel, which skips the step if a gradient is not finite: the host need not know.
-            fused=True,
         )
-        if self.trainer.gradient_clip_val:
-            # Lightning must divide the gradients by the scale of float16 before it clips them, and
-            # does not if the optimizer says that it divides them itself.
-            optimizer._step_supports_amp_scaling = False  # pyright: ignore[reportAttributeAccessIssue]
         schedule = schedule_of(config, optimizer, steps)
         return {
             "optimizer": optimizer,

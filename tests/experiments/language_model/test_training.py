@@ -43,7 +43,7 @@ def settings_of(**options):
 
 
 def run(folder, settings, **options):
-    return train(settings, books_of(), folder, progress=False, **{"every": 4} | options)
+    return train(settings, books_of(), folder, **{"progress": False, "every": 4} | options)
 
 
 def weights_of(folder):
@@ -64,6 +64,11 @@ def test_a_run_learns_and_says_what_it_did(tmp_path):
     assert result["ended"]
     # Of the same bytes.
     assert result["test_bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-5)
+
+
+def test_the_progress_bar_shows_what_is_trained(tmp_path, capsys):
+    run(tmp_path, settings_of(steps=21), every=21, progress=True)
+    assert "train/bits_per_byte=" in "".join(capsys.readouterr())
 
 
 SHORT = {"short_context": 32, "short_steps": 6}
