@@ -1,6 +1,6 @@
 """The arguments of the public functions, checked before anything is computed."""
 
-from collections.abc import MutableMapping
+from collections.abc import Hashable, MutableMapping
 from numbers import Integral
 
 import torch
@@ -13,8 +13,9 @@ from masks.mask_batch import CompiledMask
 
 AnyMask = Pattern | CompiledMask
 FULL = full()
-# The least and the largest of lengths on a GPU, and how often they had been changed in place.
-_RANGES: MutableMapping[Tensor, tuple[int, int, int]] = WeakIdKeyDictionary()
+# By the tensor that owns the memory, and then by what a view of it shows: the least and the largest
+# of lengths on a GPU, and how often they had been changed in place.
+_RANGES: MutableMapping[Tensor, dict[Hashable, tuple[int, int, int]]] = WeakIdKeyDictionary()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The function that makes a mask from an object of another type. This BlockMask is FlexAttention's.
 _MAKERS = {
@@ -140,37 +141,50 @@ def lengths_in_range(lengths: Tensor | None, k_len: int, device: torch.device) -
 
     Raises:
         ValueError: A length is not in [0, k_len]. While a CUDA graph is captured, lengths are
-            clamped instead.
+            clamped instead, and those of a CUDA device must be there already.
     """
     if lengths is None:
         return None
-    remembered = lengths.is_cuda and torch.cuda.is_current_stream_capturing()
+    on_gpu = lengths.is_cuda or device.type == "cuda"
+    capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+    remembered = lengths.is_cuda and capturing
     if not remembered:
         least, largest, remembered = _range_of(lengths)
         if not 0 <= least <= largest <= k_len:
             raise ValueError(f"key_lengths must be 0 to {k_len}, got {lengths.tolist()}")
     if remembered:  # something that torch does not count may have written other lengths since
         lengths = lengths.clamp(0, k_len)
-    return lengths.to(device, torch.int32).contiguous()
+    lengths = lengths.to(torch.int32)
+    if device.type == "cuda" and not lengths.is_cuda:
+        if capturing:
+            raise ValueError(
+                "key_lengths must be on the CUDA device while a CUDA graph is captured, got "
+                "lengths on the CPU"
+            )
+        lengths = lengths.pin_memory()  # so that the host need not wait for the copy
+    return lengths.to(device, non_blocking=True).contiguous()
 
 
 def _range_of(lengths: Tensor) -> tuple[int, int, bool]:
     """The least and the largest of some lengths, and whether they were read earlier.
 
     To read lengths on a GPU, the host waits for it. So they are read once, by the first of the
-    layers that share them, and again after a change in place that torch counts.
+    layers that share them, and again after a change in place that torch counts. Equal views of one
+    tensor are the same lengths.
     """
-    remembers = lengths.is_cuda and not lengths.is_inference()
-    version = lengths._version if remembers else 0
-    if remembers and lengths in _RANGES:
-        least, largest, version_then = _RANGES[lengths]
+    if not lengths.is_cuda or lengths.is_inference():
+        numbers = lengths.tolist()
+        return min(numbers, default=0), max(numbers, default=0), False
+    owner = lengths if lengths._base is None else lengths._base
+    view = lengths.dtype, lengths.storage_offset(), lengths.shape, lengths.stride()
+    ranges, version = _RANGES.setdefault(owner, {}), lengths._version
+    if view in ranges:
+        least, largest, version_then = ranges[view]
         if version_then == version:
             return least, largest, True
     numbers = lengths.tolist()
-    least, largest = min(numbers, default=0), max(numbers, default=0)
-    if remembers:
-        _RANGES[lengths] = least, largest, version
-    return least, largest, False
+    ranges[view] = min(numbers, default=0), max(numbers, default=0), version
+    return *ranges[view][:2], False
 
 
 def checked_mask(mask: AnyMask | None) -> AnyMask:

@@ -216,6 +216,11 @@ def test_lengths_on_the_host_and_in_a_graph():
         return sparseflash.attention(query, key, value, mask, key_lengths=lengths)
 
     expected = run(lengths)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert run(lengths).shape == expected.shape  # the host does not wait
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     there = lengths.cuda()
     assert torch.equal(run(there), expected)
     graph = torch.cuda.CUDAGraph()

@@ -225,11 +225,26 @@ def test_lengths_on_a_gpu_are_read_once_and_after_each_change(monkeypatch):
     lengths += 1
     with pytest.raises(ValueError, match=r"must be 0 to 10, got \[100, 100\]"):
         lengths_in_range(lengths, 10, device)
+    batch, read[:] = torch.tensor([[3, 10], [11, 12]]).as_subclass(OnGpu), []
+    for _ in range(2):  # steps of a model that makes a new view in each
+        lengths_in_range(batch[0], 10, device)
+    assert len(read) == 1
+    with pytest.raises(ValueError, match=r"must be 0 to 10, got \[11, 12\]"):
+        lengths_in_range(batch[1], 10, device)
+    batch[0, 0] = 11
+    with pytest.raises(ValueError, match=r"must be 0 to 10, got \[11, 10\]"):
+        lengths_in_range(batch[0], 10, device)
     with torch.inference_mode():
         lengths, read[:] = torch.tensor([3, 10]).as_subclass(OnGpu), []
     for _ in range(2):
         lengths_in_range(lengths, 10, device)
     assert len(read) == 2  # their changes are not counted
+
+
+def test_lengths_on_the_cpu_are_refused_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ValueError, match="must be on the CUDA device while a CUDA graph"):
+        lengths_in_range(torch.tensor([3, 10]), 10, torch.device("cuda"))
 
 
 @pytest.fixture
