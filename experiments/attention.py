@@ -109,13 +109,13 @@ def standard(query, key, value, keys, dropout_p):
     """Attention with materialised scores, O(N^2) memory."""
     scores = query @ key.mT * query.shape[-1] ** -0.5
     if keys is not None:
-        scores = scores.masked_fill(~attended(keys, key.shape[2])[:, None, None], -torch.inf)
+        scores = scores.masked_fill(~attended(keys, key)[:, None, None], -torch.inf)
     return dropout(scores.softmax(-1), dropout_p) @ value
 
 
 def sdpa(query, key, value, keys, dropout_p):
     """The dense attention of torch, which may run FlashAttention-2 or cuDNN."""
-    mask = None if keys is None else attended(keys, key.shape[2])[:, None, None]
+    mask = None if keys is None else attended(keys, key)[:, None, None]
     return scaled_dot_product_attention(query, key, value, mask, dropout_p)
 
 
@@ -127,7 +127,7 @@ def linear(query, key, value, keys, dropout_p):
     """
     query, key = elu(query) + 1, elu(key) + 1
     if keys is not None:
-        key = key * attended(keys, key.shape[2])[:, None, :, None]
+        key = key * attended(keys, key)[:, None, :, None]
     with torch.autocast(query.device.type, enabled=False):
         query_, key_, value_ = query.float(), key.float(), value.float()
         weighted = query_ @ (key_.mT @ value_)
@@ -135,11 +135,17 @@ def linear(query, key, value, keys, dropout_p):
         return dropout((weighted / total).to(value.dtype), dropout_p)
 
 
-def attended(keys: Tensor, k_len: int) -> Tensor:
-    """The keys that are attended, bool (batch, k_len), from lengths or a mask."""
+def attended(keys: Tensor, key: Tensor) -> Tensor:
+    """The keys that are attended, bool (batch, k_len), from lengths or a mask.
+
+    Args:
+        keys: Lengths (batch,), on any device, or a mask (batch, k_len).
+        key: (..., k_len, dim), whose length and device count.
+    """
     if keys.dtype == torch.bool:
         return keys
-    return torch.arange(k_len, device=keys.device) < keys[:, None]
+    lengths = keys.to(key.device, non_blocking=True)
+    return torch.arange(key.shape[-2], device=key.device) < lengths[:, None]
 
 
 NAMED: dict[str, AttentionFunction] = {

@@ -166,7 +166,7 @@ def attend_approximate(baseline: Baseline, causal: bool, extras: Extras) -> Atte
     def attend(query, key, value):
         lengths, inside = extras.key_lengths, None
         if lengths is not None:
-            inside = attended(lengths.to(key.device), key.shape[2])
+            inside = attended(lengths, key)
         with refusals(baseline):
             if query.shape not in layers:
                 layers[query.shape] = without_projections(baseline, query, extras.dropout_p)

@@ -13,8 +13,8 @@ from masks.mask_batch import CompiledMask
 
 AnyMask = Pattern | CompiledMask
 FULL = full()
-# By the tensor that owns the memory, and then by what a view of it shows: the least and the largest
-# of lengths on a GPU, and how often they had been changed in place.
+# By the tensor that owns the memory, and then by what a view of it shows: the least and the
+# largest of lengths on a GPU, and how often they had been changed in place.
 _RANGES: MutableMapping[Tensor, dict[Hashable, tuple[int, int, int]]] = WeakIdKeyDictionary()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The function that makes a mask from an object of another type. This BlockMask is FlexAttention's.

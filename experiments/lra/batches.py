@@ -8,6 +8,7 @@ from typing import cast
 
 import lightning as L
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from experiments.lra.tasks import Batch, Samples, Task, collate
@@ -109,6 +110,15 @@ class ArenaData(L.LightningDataModule):
             pin_memory=self._trainer().strategy.root_device.type == "cuda",
             **options,
         )
+
+    def transfer_batch_to_device(
+        self, batch: Batch, device: torch.device, dataloader_idx: int
+    ) -> Batch:
+        # Lengths remain on the CPU, where attention checks them without waiting for the device.
+        moved = super().transfer_batch_to_device(
+            batch._replace(lengths=None), device, dataloader_idx
+        )
+        return moved._replace(lengths=batch.lengths)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         return batch._replace(ids=batch.ids.long())

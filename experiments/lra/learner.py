@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
+from experiments.attention import attended
 from experiments.lra.model import Classifier, EncoderConfig, pooled_by
 from experiments.lra.tasks import Batch, Task
 from experiments.lra.tasks.hashing import stream_of
@@ -180,7 +181,7 @@ class Learner(TrainingModule):
         lengths = None if batch.lengths is None else batch.lengths.flatten()
         hidden = torch.rand(ids.shape, device=ids.device) < self.objective.hidden
         if lengths is not None:
-            hidden &= torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+            hidden &= attended(lengths, ids[..., None])
         features, _ = encoder(ids.masked_fill(hidden, encoder.extra_id), lengths)
         features = features[:, features.shape[1] - ids.shape[1] :]  # without a CLS token
         if encoder.order is not None:

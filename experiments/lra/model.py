@@ -245,7 +245,7 @@ class PackagedAttention(nn.Module):
         self.layer = PACKAGED[name](config.dim, config.heads, tokens)
 
     def forward(self, x: Tensor, rotary_angles: Tensor | None, keys: Tensor | None) -> Tensor:
-        return self.layer(x, None if keys is None else attended(keys, x.shape[1]))
+        return self.layer(x, None if keys is None else attended(keys, x))
 
 
 def attention_of(config: EncoderConfig, expression: str | list[str], tokens: int) -> nn.Module:
@@ -289,7 +289,7 @@ def pooled_by(pool: str, x: Tensor, keys: Tensor | None) -> Tensor:
         return x[:, 0]
     if keys is None:
         return x.amax(1) if pool == "max" else x.mean(1)
-    mask = attended(keys, x.shape[1])
+    mask = attended(keys, x)
     if pool == "max":
         return x.masked_fill(~mask[..., None], -torch.inf).amax(1)
     divisor = mask.sum(1, keepdim=True) if pool == "mean" else x.shape[1]

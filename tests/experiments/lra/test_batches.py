@@ -2,9 +2,10 @@
 
 import lightning as L
 import pytest
+import torch
 
 from experiments.lra.batches import ArenaData, StepBatches
-from experiments.lra.tasks import Pathfinder
+from experiments.lra.tasks import Batch, Pathfinder
 
 
 class TestStepBatches:
@@ -33,3 +34,12 @@ def test_processes_read_only_what_is_not_in_memory(tmp_path, source, workers):
     data.setup("fit")
     assert data.train_dataloader().num_workers == workers
     assert data.val_dataloader().num_workers == 0
+
+
+def test_lengths_remain_on_the_cpu():
+    ids, lengths = torch.zeros(2, 1, 8), torch.tensor([[3], [8]])
+    batch = Batch(ids, lengths, torch.tensor([0, 1]))
+    data = ArenaData(Pathfinder(32))
+    moved = data.transfer_batch_to_device(batch, torch.device("meta"), 0)
+    assert [x.device.type for x in (moved.ids, moved.labels)] == ["meta", "meta"]
+    assert moved.lengths is lengths
