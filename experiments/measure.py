@@ -11,6 +11,7 @@ from torch import Tensor
 from experiments import memory
 from experiments.baselines import (
     NO_EXTRAS,
+    NOT_CAPTURED,
     STANDARD_PARTS,
     BaselineError,
     attend_baseline,
@@ -192,6 +193,8 @@ def checked(
     extras = case.extras(method)
     if part := not is_ours(name) and name.partition(":")[2]:
         return {"forward": part_of_standard(part, case, extras.dropout_p, inputs)}
+    if name in NOT_CAPTURED and method.clock == Clock.GRAPH:
+        raise BaselineError(f"a CUDA graph cannot contain {name}; --clock events measures it")
     attend = checked_attend = make_attend(name, case.problem, extras)
     if not is_ours(name):  # its dropout uses another random generator
         checked_attend, extras = make_attend(name, case.problem), Extras()

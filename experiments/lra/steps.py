@@ -237,6 +237,7 @@ def table_of_means(geometric_means: dict[str, dict[str, float]]) -> Table:
     title = "geometric mean of speed-ups over tasks"
     table = plain_table(title, ["attention"], geometric_means)
     for label in next(iter(geometric_means.values()), {}):
-        cells = (f"{by_label[label]:.2f}" for by_label in geometric_means.values())
+        ratios = (by_label.get(label) for by_label in geometric_means.values())
+        cells = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
         table.add_row(label, *cells)
     return table

@@ -141,6 +141,14 @@ def test_our_own_kernels_have_to_run(monkeypatch):
         measure(CASE, ["sparseflash", "sparseflash:triton"], METHOD)
 
 
+def test_what_no_graph_can_contain_is_not_captured():
+    graph = replace(METHOD, clock="graph")
+    _, reasons = measure(CASE, ["longformer"], graph)
+    assert reasons == {
+        "longformer": "a CUDA graph cannot contain longformer; --clock events measures it"
+    }
+
+
 def test_a_step_of_decoding_has_no_backward_pass():
     (row,), _ = measure(DECODED, ["sparseflash"], METHOD)
     assert (row.direction, row.q_len, row.kv_heads) == ("forward", 3, 1)

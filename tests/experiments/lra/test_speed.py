@@ -135,6 +135,15 @@ def test_a_step_trains():
     assert all(changed)
 
 
+def test_an_attention_that_one_clock_lacks_has_an_empty_cell():
+    table = steps.table_of_means({"events": {"standard": 1.0, "flash": 2.0}, "graph": {}})
+    assert [list(column.cells) for column in table.columns] == [
+        ["standard", "flash"],
+        ["1.00", "2.00"],
+        ["", ""],
+    ]
+
+
 def test_a_row_of_the_table():
     measured = [step("image", "standard", "graph", 8.0), step("image", "flash", "graph", 2.0)]
     measured = [replace(one, peak_bytes=3 * 2**20) for one in measured]
