@@ -12,13 +12,14 @@ import torch
 from lightning.pytorch.callbacks import (
     Callback,
     Checkpoint,
-    EMAWeightAveraging,
     ModelCheckpoint,
     TQDMProgressBar,
+    WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from experiments.files import write_json
 from experiments.lra.learner import Learner, read_checkpoint
@@ -44,11 +45,31 @@ class StepBar(TQDMProgressBar):
         return super().get_metrics(trainer, pl_module) | measured
 
 
-class Averaged(EMAWeightAveraging):
+class Averaged(WeightAveraging):
     """Validates, saves and tests an exponential average of the weights.
 
-    The callback of Lightning would test the weights of the last step.
+    EMAWeightAveraging of Lightning would test the weights of the last step, keep the average on
+    the host, and average buffers too, which rounds down those of integers.
+
+    Args:
+        decay: Weight of the average in each update; that of the new weights is 1 - decay.
+        update_every_n_steps: Number of steps between updates.
     """
+
+    def __init__(self, decay: float = 0.999, update_every_n_steps: int = 1):
+        super().__init__(use_buffers=False, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        self.update_every_n_steps = update_every_n_steps
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and step_idx % self.update_every_n_steps == 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == TrainerFn.FITTING:
+            trainer.strategy.model_to_device()  # where the average is then, too
+        super().setup(trainer, pl_module, stage)
+        if self._average_model is not None:
+            # Each update reads it.
+            self._average_model.n_averaged = self._average_model.n_averaged.cpu()
 
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict

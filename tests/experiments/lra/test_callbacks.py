@@ -138,6 +138,19 @@ def test_what_is_tested_is_the_average(tmp_path):
     assert not torch.equal(learner.state_dict()[name], saved["current_model_state"][name])
 
 
+def test_indices_are_not_averaged(tmp_path):
+    _, learner, *_ = fit(tmp_path, Averaged(decay=0.9))
+    assert learner.classifier.encoder.positions.place.tolist() == list(range(16))
+
+
+@pytest.mark.gpu
+def test_the_average_is_on_the_device_of_the_model(tmp_path):
+    averaged = Averaged()
+    fit(tmp_path, averaged, accelerator="gpu")
+    assert averaged._average_model is not None
+    assert {p.device.type for p in averaged._average_model.module.parameters()} == {"cuda"}
+
+
 def test_a_run_that_guesses_is_stopped(tmp_path):
     stuck = StuckAtChance(steps=20)
     trainer, *_ = fit(tmp_path, stuck, steps=40, every=40, task=Majority(random=True))
