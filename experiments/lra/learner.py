@@ -128,7 +128,9 @@ class Learner(TrainingModule):
             )
         assert self.trainer.train_dataloader is not None
         batch = next(iter(self.trainer.train_dataloader))
-        inputs = self.trainer.strategy.batch_to_device(batch).inputs
+        moved = self.trainer.strategy.batch_to_device(batch)
+        # A graph must not read lengths in memory of the host, which the next step overwrites.
+        inputs = tuple(part.to(self.device) for part in moved.inputs)
         with self.trainer.precision_plugin.forward_context():
             torch.cuda.make_graphed_callables(self.classifier, inputs)
 
