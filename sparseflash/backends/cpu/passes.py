@@ -111,7 +111,7 @@ def backward(
     if grad_lse is not None:
         delta -= _blocks(grad_lse.unsqueeze(-1), *sizes_q)
     # A query without a key has only scores of -inf: any finite LSE makes its P 0.
-    lse = _blocks(lse.unsqueeze(-1), *sizes_q).mul(LOG2E).nan_to_num_(neginf=0.0)
+    lse = _blocks(lse.unsqueeze(-1), *sizes_q).clamp(min=torch.finfo(lse.dtype).min / 2)
     if spec.dropout_p > 0:
         grad_o = grad_o / keep_probability(spec.dropout_p)
     grad_q = q.new_zeros(q.shape) if has_empty_rows(table) else q.new_empty(q.shape)
@@ -127,6 +127,7 @@ def backward(
         parts = call.score_tensors.split_gradient(grad_reads)
         read_sums = {i: part.view(-1) for i, part in enumerate(parts) if part is not None}
 
+    writes_sums = all_keys
     for problem in problems(call):
         q_chunk, grad_o_chunk = problem.queries_of(q), problem.queries_of(grad_o)
         lse_chunk, delta_chunk = problem.queries_of(lse), problem.queries_of(delta)
@@ -134,7 +135,8 @@ def backward(
         grad_q_chunk = problem.results_of_queries("grad_query", grad_q)
         grad_k_chunk = problem.sums_of_keys("grad_key", grad_k)
         grad_v_chunk = problem.sums_of_keys("grad_value", grad_v)
-        beta = 0 if all_keys or not problem.adds_to_keys else 1
+        beta = 0 if writes_sums or not problem.adds_to_keys else 1
+        writes_sums = False
         for part in problem.parts:
             keep_mask = problem.dropout_keep_mask(part)
             q_part, grad_o_part, lse_part, delta_part = (
@@ -142,7 +144,7 @@ def backward(
                 for x in (q_chunk, grad_o_chunk, lse_chunk, delta_chunk)
             )
             scores, derivative, reads = problem.scores(part, q_part, k_chunk, True, needs_reads)
-            p = scores.sub_(lse_part).exp2_()
+            p = scores.sub_(lse_part, alpha=LOG2E).exp2_()
             if needs_value:
                 grad_v_chunk.baddbmm_(_drop(p, keep_mask).mT, grad_o_part, beta=beta)
             if needs_query or needs_key or needs_bias or needs_blocks or needs_reads:

@@ -171,14 +171,22 @@ def rows_of_block(table: LookupTable, spec: AttentionSpec) -> int:
 
 
 def chunks(plan: Plan) -> Iterable[Chunk]:
-    """Chunks that contain every non-empty block row of every head of a call exactly once."""
+    """Chunks that contain every non-empty block row of every head of a call exactly once.
+
+    If they are cached, one with all keys in their order is the first: it writes the sums over keys
+    to which the others add.
+    """
     spec, table = plan.spec, plan.table
     blocks = spec.batch * spec.heads * table.by_query.num_rows * table.by_key.num_rows
     if blocks > CACHED_BLOCKS:
         return _chunks(table, spec)
     if "chunks" not in plan.cache:
-        plan.cache["chunks"] = list(_chunks(table, spec))
+        plan.cache["chunks"] = sorted(_chunks(table, spec), key=lambda c: not _has_all_keys(c))
     return plan.cache["chunks"]
+
+
+def _has_all_keys(chunk: Chunk) -> bool:
+    return chunk.key_run is not None and chunk.key_run.whole
 
 
 def _chunks(table: LookupTable, spec: AttentionSpec) -> Iterator[Chunk]:
@@ -242,7 +250,7 @@ class Layout(NamedTuple):
         query_rows: Queries of a problem if one chunk has all queries in their order, so that its
             problems need no views; else those of a block.
         key_rows: The same of keys.
-        all_keys: Whether one chunk has all keys in their order.
+        all_keys: Whether the first chunk has all keys in their order.
     """
 
     query_rows: int
@@ -260,8 +268,10 @@ def layout_of(plan: Plan) -> Layout:
         query_rows, key_rows = rows_of_block(plan.table, plan.spec), plan.table.block_size[1]
         if query_run and query_run.whole:
             query_rows = query_run.rows
-        all_keys = key_run is not None and key_run.whole
-        found = Layout(query_rows, key_run.rows if key_run and all_keys else key_rows, all_keys)
+        if key_run and key_run.whole:
+            key_rows = key_run.rows
+        all_keys = isinstance(here, list) and any(map(_has_all_keys, here))
+        found = Layout(query_rows, key_rows, all_keys)
         plan.cache["layout"] = found
     return found
 

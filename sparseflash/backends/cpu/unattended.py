@@ -22,7 +22,7 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     if results is not None:  # it reads attended keys only
         return results
     out, lse = passes.forward(call, query, key, value)
-    if not math.isnan(out.sum().item()):
+    if not _multiplies_masked_pairs(call) or not math.isnan(out.sum().item()):
         return out, lse
     finite = _finite_keys(key, value)
     reached = _queries_that_attend(call, ~finite)[0]
@@ -40,6 +40,8 @@ def backward(
 ) -> Gradients:
     """The gradients of one call; see sparseflash.backends.base."""
     grads = passes.backward(call, grad_out, grad_lse, saved, needs)
+    if not _multiplies_masked_pairs(call):
+        return grads
     # dQ = dS K is NaN if dS or K is, so the others need not be read.
     checked = grads if grads[0] is None else grads[:1]
     if not any(grad is not None and math.isnan(grad.sum().item()) for grad in checked):
@@ -64,6 +66,11 @@ def backward(
         None if grad is None else torch.where(where, grad, other)
         for where, grad, other in zip(natural, grads, clean, strict=True)
     )
+
+
+def _multiplies_masked_pairs(call: Call) -> bool:
+    """Whether some pair of the blocks that are computed may be masked."""
+    return call.key_lengths is not None or call.table.by_query.has_partial
 
 
 def _finite_keys(key: Tensor, value: Tensor) -> Tensor:

@@ -457,7 +457,9 @@ def test_blocks_at_equal_steps_are_not_copied(monkeypatch):
     of_call = plan_of(*leaves, mask)
     assert of_call.table.block_size == (128, 128)
     rows = [chunk.query_run for chunk in plan.chunks(of_call)]
-    assert [(run.first, run.step, run.count) for run in rows] == [(0, 2, 1), (1, 2, 1)]
+    # The row with all keys is the first one: it writes the sums over keys that others add to.
+    assert [(run.first, run.step, run.count) for run in rows] == [(1, 2, 1), (0, 2, 1)]
+    assert plan.layout_of(of_call).all_keys
     sparseflash.attention(*leaves, mask)
     for name in ("index_select", "index_copy_"):
         monkeypatch.setattr(torch.Tensor, name, None)
