@@ -135,7 +135,8 @@ def attention(
     query, key, value = autocast(query, key, value)
     mask = checked_mask(mask)
     block_scores = checked_block_scores(mask)
-    if is_traced(query, key, value) or not (query.numel() and key.numel()):
+    traced = is_traced(query, key, value)
+    if traced or not (query.numel() and key.numel()):
         plan, resolved = None, AttentionOptions(**options)
         check_tensors(query, key, value)
     else:
@@ -149,7 +150,7 @@ def attention(
     lengths = None
     if key_lengths is not None:
         check_key_lengths(key_lengths, query)
-        if plan is not None:
+        if not traced:
             lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
     if bias is not None:
         bias = checked_bias(bias, query, query.shape[2], key.shape[2])

@@ -275,6 +275,18 @@ def test_without_a_pair_results_are_those_of_torch(sizes, traced):
     assert all(torch.equal(g, torch.zeros_like(x)) for g, x in zip(grads, tensors, strict=True))
 
 
+@pytest.mark.parametrize("sizes", [(2, 0, 7), (2, 7, 0), (1, 0, 0)])
+@pytest.mark.parametrize("length", [-1, 8])
+def test_key_lengths_of_empty_tensors_are_in_range(sizes, length):
+    batch, q_len, k_len = sizes
+    query, key = torch.randn(batch, 2, q_len, 8), torch.randn(batch, 2, k_len, 8)
+    lengths = torch.zeros(batch, dtype=torch.int64)
+    sparseflash.attention(query, key, key, key_lengths=lengths)
+    lengths[-1] = length
+    with pytest.raises(ValueError, match=f"key_lengths must be 0 to {k_len}"):
+        sparseflash.attention(query, key, key, key_lengths=lengths)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
