@@ -44,6 +44,7 @@ class Pattern(Handled):
     recipe: "Recipe | None" = field(default=None, repr=False)
     block_size: tuple[int, int] = DEFAULT_SIZE
     _identity: str = field(init=False, repr=False)
+    _chosen_size: bool = field(init=False, repr=False)
 
     def __call__(
         self,
@@ -68,8 +69,7 @@ class Pattern(Handled):
         size = self.block_size if block_size is None else block_size
         with untraced():
             mask = self.build(Grid.of(seq_len, size, device))
-        chosen = self.recipe is not None and self.recipe.maker == "with_block_size"
-        if block_size is None and size == DEFAULT_SIZE and not chosen:
+        if block_size is None and size == DEFAULT_SIZE and not self._chosen_size:
             mask.cache[OF_DEFAULT_SIZE] = True
         return mask
 
@@ -122,6 +122,7 @@ class Pattern(Handled):
         made_by = self.handle if self.recipe is None else _digestible(self.recipe)
         digest = hashlib.sha256(repr((made_by, self.block_size)).encode()).hexdigest()
         self.__dict__["_identity"] = digest
+        self.__dict__["_chosen_size"] = self.recipe is not None and _has_chosen_size(self.recipe)
 
     def __reduce__(self):
         package = import_module("masks")  # its JSON is a layer above this one
@@ -204,6 +205,15 @@ class Recipe(NamedTuple):
 
     maker: str
     arguments: dict[str, Any]
+
+
+def _has_chosen_size(recipe: Recipe) -> bool:
+    """Whether the block size of a pattern, or of a part of it, was given by with_block_size."""
+    if recipe.maker == "with_block_size":
+        return True
+    values = recipe.arguments.values()
+    parts = [part for x in values for part in (x if isinstance(x, (list, tuple)) else (x,))]
+    return any(isinstance(part, Pattern) and part._chosen_size for part in parts)
 
 
 BUILTIN: dict[str, Callable[..., Pattern]] = {}
@@ -329,6 +339,14 @@ def stack(masks):
     name = _within_limit(f"stack({', '.join(m.name for m in masks)})")
     recipe = Recipe("stack", {"masks": list(masks)})
     return Pattern(name, build, recipe, _common_block_size(masks))
+
+
+def in_size(pattern: Pattern, block_size: tuple[int, int]) -> Pattern:
+    """The pattern in blocks of the size of a mask that it is combined with.
+
+    Other than with_block_size, it does not choose the size that the pattern already has.
+    """
+    return pattern if pattern.block_size == block_size else pattern.with_block_size(block_size)
 
 
 def _common_block_size(patterns: Sequence[Pattern]) -> tuple[int, int]:

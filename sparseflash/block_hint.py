@@ -70,14 +70,18 @@ def hint_at_better_blocks(spec: AttentionSpec, backend: Backend, mask: CompiledM
 
     It is called when a plan is made, and only for a device that sparseflash.io_model has.
     """
-    if not backend.compiles or not isinstance(mask, BlockMask):
+    if (
+        not backend.compiles
+        or not isinstance(mask, BlockMask)
+        or OF_DEFAULT_SIZE not in mask.cache
+    ):
         return
-    if OF_DEFAULT_SIZE not in mask.cache or cost_model(spec, backend) is None:
-        return
-    if mask.cache.pop(OF_DEFAULT_SIZE, None) is None:  # another thread is here too
+    if spec.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
     few = mask.nnz_blocks <= MOST_BLOCKS and mask.partial_blocks >= LEAST_PARTIAL * mask.nnz_blocks
-    if not few or (spec.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if not few or cost_model(spec, backend) is None:  # which imports the IO model
+        return
+    if mask.cache.pop(OF_DEFAULT_SIZE, None) is None:  # another thread is here too
         return
     if next(_examined) >= MOST_MASKS:
         return

@@ -203,7 +203,9 @@ def speed_table() -> str:
         if measured := record(part):
             steps = [step for step in measured["steps"] if step["clock"] == "graph"]
             rows += speed_rows(steps)[bool(rows) :]  # standard attention once
-    return table([*SPEED_HEAD, "geometric mean", "on real batches, not as graphs", "peak MiB, Text"], rows)
+    return table(
+        [*SPEED_HEAD, "geometric mean", "on real batches, not as graphs", "peak MiB, Text"], rows
+    )
 
 
 def speed_rows(steps: list[dict]) -> list[list[str]]:

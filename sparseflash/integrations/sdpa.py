@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 import masks
 from masks import BlockMask, Pattern
 from masks._parse import as_pattern
+from masks._pattern import in_size
 from sparseflash._attention import attention
 
 
@@ -82,7 +83,7 @@ class replace_sdpa(SdpaMode):
         return attention(*tensors, mask, **options)
 
     def _causal(self) -> Pattern | BlockMask:
-        causal = masks.causal().with_block_size(self.mask.block_size)
+        causal = in_size(masks.causal(), self.mask.block_size)
         if isinstance(self.mask, BlockMask):
             return self.mask & causal(self.mask.seq_len, device=self.mask.device)
         return self.mask & causal

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import masks
 from masks import Pattern
 from masks._parse import as_pattern
+from masks._pattern import in_size
 from sparseflash._attention import attention
 from sparseflash.integrations.sdpa import SdpaMode
 from sparseflash.nn import SparseAttention
@@ -137,7 +138,7 @@ def loss_difference(
 
 def within(pattern: Pattern, base: Pattern) -> Pattern:
     """The pattern, restricted to the pairs of the model's own pattern."""
-    return pattern & base.with_block_size(pattern.block_size)
+    return pattern & in_size(base, pattern.block_size)
 
 
 class _Capture(SdpaMode):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import masks
+from masks._pattern import in_size
 from sparseflash import block_hint, io_model
 from sparseflash.dispatch.plan import find_plan
 from sparseflash.dispatch.spec import CallFacts
@@ -37,6 +38,8 @@ def test_a_mask_of_the_default_block_size_gets_one_hint(hints):
     assert len(hints.messages) == 1
     plan_for(NARROW & masks.local(17), 2048)  # a pattern, which is compiled for the call
     assert len(hints.messages) == 2
+    plan_for(NARROW & in_size(masks.causal(), NARROW.block_size), 2048)
+    assert len(hints.messages) == 3
 
 
 @pytest.mark.parametrize(
@@ -45,11 +48,18 @@ def test_a_mask_of_the_default_block_size_gets_one_hint(hints):
         NARROW.with_block_size(128),
         NARROW.with_block_size(64),
         NARROW(4096, 128),
+        NARROW.with_block_size(128) & masks.causal(),
+        masks.full() - ~NARROW.with_block_size(128),
+        masks.stack([NARROW.with_block_size(128), NARROW]),
         masks.causal(),
         masks.butterfly(),
         masks.DynamicMask.from_blocks(torch.ones(32, 32).bool(), 128, 4096),
     ],
-    ids=["chosen by the pattern", "64", "chosen by the call", "causal", "no partial", "dynamic"],
+    ids=[
+        *("chosen by the pattern", "64", "chosen by the call"),
+        *("chosen by an operand", "by an inner operand", "by a head"),
+        *("causal", "no partial", "dynamic"),
+    ],
 )
 def test_no_hint_where_the_size_was_chosen_or_no_other_is_faster(mask, hints):
     plan_for(mask)
@@ -67,6 +77,13 @@ def test_no_hint_for_a_device_that_is_not_modelled_or_a_mask_that_takes_long(hin
     monkeypatch.setattr(io_model, "device_like", lambda _: DEVICES["H200"])
     plan_for(mask, heads=4)
     assert len(hints.messages) == 1
+
+
+def test_the_model_is_not_asked_about_masks_that_get_no_hint(hints, monkeypatch):
+    monkeypatch.setattr(block_hint, "cost_model", None)
+    plan_for(masks.causal()(4096))
+    monkeypatch.setattr(block_hint, "MOST_BLOCKS", 10)
+    plan_for(NARROW(4096))
 
 
 def test_only_the_first_masks_of_a_process_are_examined(hints):
