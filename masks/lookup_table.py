@@ -172,6 +172,30 @@ class LookupTable(Caching):
                 self.cache["group", group] = table
         return table
 
+    def with_columns(self, order: Tensor) -> "LookupTable":
+        """The table for blocks of keys that lie in another order in memory.
+
+        Args:
+            order: int64 (block columns,), where each block column lies, a permutation, on the
+                device of the table. All blocks are whole.
+
+        Returns:
+            A table for calls without key lengths, because columns of a row no longer ascend.
+        """
+
+        def renamed(index: Tensor) -> Tensor:
+            return order.int()[index.long()]
+
+        by_query, by_key = self.by_query, self.by_key
+        by_query = replace(
+            by_query,
+            full_index=renamed(by_query.full_index),
+            partial_index=renamed(by_query.partial_index),
+        )
+        row_ptr = by_key.row_ptr[:, order.argsort()].contiguous()
+        by_key = replace(by_key, row_ptr=row_ptr, schedule=renamed(by_key.schedule))
+        return replace(self, by_query=by_query, by_key=by_key)
+
     @property
     def nbytes(self) -> int:
         """The size of the table in device memory, in bytes."""

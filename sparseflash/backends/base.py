@@ -57,6 +57,10 @@ class Backend(Protocol):
         """The properties of a table for which other kernels are compiled; empty if none are."""
         ...
 
+    def computes_in_place(self, spec: AttentionSpec) -> bool:
+        """Whether calls may have `more` and `results`, if the table has the blocks of the mask."""
+        ...
+
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:

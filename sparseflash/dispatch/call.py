@@ -204,6 +204,12 @@ class Call:
             sequence, or does not depend on positions.
         max_logits: Tensor to which the forward pass writes the maximum logits, or None.
         score_tensors: The score tensors, or None.
+        more: Keys and values of the last blocks of the table, if `key` and `value` have only the
+            first ones. Then key lengths are None, and keys get no gradients.
+        results: (out, lse) of calls for other rows, to which the forward pass writes instead of
+            new tensors. Then it writes only block rows that attend any block.
+        shared: A list in which a backward pass saves what the backward passes of other calls with
+            the same query, out, lse and gradients of these need too; empty at first, or None.
     """
 
     plan: Plan
@@ -213,6 +219,9 @@ class Call:
     positions: Positions | None = None
     max_logits: Tensor | None = None
     score_tensors: ScoreTensors | None = None
+    more: tuple[Tensor, Tensor] | None = None
+    results: tuple[Tensor, Tensor] | None = None
+    shared: list[Tensor] | None = None
 
     @property
     def spec(self) -> AttentionSpec:

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from masks import BlockMask
 
+Split = Literal["in place", "rows", "keys"]  # see ContextPlan
 CHUNKS_PER_RANK = 8  # of balanced chunks and of repair; more chunks balance better, fetch more
 # Rows with more than HEAVY times the mean work may be shared if less than 1 / FEW of all rows are.
 HEAVY, FEW = 8, 16

@@ -2,16 +2,16 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sparseflash.distributed.assign import Costs, Workload
+from sparseflash.distributed.assign import Costs, Split, Workload
 
-Split = Literal["rows", "keys"]
 # (split, groups): heads are fetched in groups; one group is computed while the next is fetched.
-CHOICES: tuple[tuple[Split, int], ...] = (("rows", 1), ("rows", 2), ("rows", 4), ("keys", 1))
+CHOICES: tuple[tuple[Split, int], ...] = (
+    *(("in place", 1), ("rows", 1), ("rows", 2), ("rows", 4), ("keys", 1)),
+)
 FETCH_COST = 4.0  # time to fetch a block of keys and values over the time to compute a block
 WORTH = 1.02  # a choice with more groups or with merging must be faster by this factor
 # The time to merge two results of a row, over the time to compute a block: the bytes that are read
@@ -67,6 +67,7 @@ class Division:
     ) -> Tensor:
         """The predicted time of one pass without copies of keys and values, for each rank.
 
+        in place  max(ready, exchange) + waiting
         rows    max(ready + waiting, exchange / groups + waiting, exchange + waiting / groups)
                 + writing of the waiting rows, if they are not all rows of the only group,
                   and gathering them, if they are not consecutive
@@ -85,6 +86,8 @@ class Division:
             merged = self.fetched + MERGED_ROW * self.waiting_rows * rounds
             return torch.maximum(self.own * block, exchange) + merged * block
         ready, waiting = self.ready * block, self.waiting * block
+        if split == "in place":
+            return torch.maximum(ready, exchange) + waiting
         written = WRITTEN_ROW * self.waiting_rows * ((ready > 0) | (groups > 1))
         waiting = waiting + (written + GATHERED_ROW * self.gathered_rows) * block
         first = torch.maximum(ready, exchange / groups)
@@ -152,11 +155,14 @@ def _in_order(numbers: Tensor) -> bool:
 def copied_tokens(workload: Workload, owner: Tensor, traffic: Tensor, split: Split) -> Tensor:
     """int64 (ranks,): tokens whose keys and values each rank copies in a forward pass.
 
-    By keys these are the ones that it packs before it sends them, and received ones that do not
-    arrive in the order of the sequence. By rows they are the ones that it packs, and all that
-    waiting rows attend, own and received ones.
+    In place these are the ones that it packs before it sends them. By keys there are also received
+    ones that do not arrive in the order of the sequence. By rows they are the ones that it packs,
+    and all that waiting rows attend, own and received ones.
     """
     ranks = len(traffic)
+    if split == "in place":
+        sent_whole = traffic == workload.tokens_of(owner, ranks)
+        return (traffic * ~sent_whole if _is_one_to_one(traffic) else traffic).sum(0)
     if split == "rows":
         waits = torch.zeros(workload.whole.grid.nq, dtype=torch.bool)
         row, few = workload.spans[0], workload.fetched_of_spans(owner, ranks) > 0
@@ -184,6 +190,12 @@ def _is_one_to_one(traffic: Tensor) -> bool:
     return int(some.sum(0).max()) <= 1 and int(some.sum(1).max()) <= 1
 
 
+def can_be_in_place(workload: Workload) -> bool:
+    """Whether all heads have one mask, and all of its blocks are whole."""
+    grid = workload.whole.grid
+    return workload.mask.num_heads == 1 and grid.q_len % workload.unit == 0
+
+
 def choose_split(
     workload: Workload, owner: Tensor, costs: Costs, fetch_cost: float, split: str
 ) -> tuple[Split, int]:
@@ -193,7 +205,7 @@ def choose_split(
         workload, owner: The mask, and the rank of each unit.
         costs: The costs of this assignment.
         fetch_cost: Time to fetch a block of keys and values over the time to compute a block.
-        split: "rows", "keys" or "auto".
+        split: "in place", "rows", "keys", "auto" for any of them, or "not in place".
     """
     mask, ranks = workload.mask, len(costs.traffic)
     # If a DynamicMask selects few blocks, fewer are computed, but not fewer are moved and copied.
@@ -202,7 +214,9 @@ def choose_split(
     division = divide_blocks(workload, owner, ranks).selected(selected)
     heads = mask.num_heads / mask.grid.bk
     exchange = torch.maximum(*costs.moved) * fetch_cost * selected * heads
-    allowed = [choice for choice in CHOICES if split in (choice[0], "auto")]
+    allowed = [choice for choice in CHOICES if split in (choice[0], "auto", "not in place")]
+    if split == "not in place" or not can_be_in_place(workload):
+        allowed = [choice for choice in allowed if choice[0] != "in place"]
     copied = {each: copied_tokens(workload, owner, costs.traffic, each) for each in dict(allowed)}
     copies = {each: COPIED_BLOCK * share * heads * copied[each] for each in dict(allowed)}
     if "rows" in copies:

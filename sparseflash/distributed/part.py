@@ -1,5 +1,6 @@
 """The part of one rank in a plan: the masks of its calls, and the exchanges between them.
 
+split="in place"   as by rows, but all results are written, and all keys read, where they lie
 split="rows"   ready rows attend own keys during the exchange; after it, waiting rows attend own
                and fetched keys in one call, one group of heads after another
 split="keys"   all rows attend own keys during the first exchange, then fetched keys round by
@@ -19,7 +20,7 @@ from masks import BlockMask, MaskBatch
 from masks._core.grid import Grid
 from masks.lookup_table import moved
 from sparseflash.dispatch.call import Positions
-from sparseflash.distributed.assign import Workload
+from sparseflash.distributed.assign import Split, Workload
 
 # The most chunks of the keys of shared rows, and the least blocks of one: with 16 heads there are
 # enough work tiles for a GPU, and most of the time of a tile is neither prologue nor epilogue.
@@ -96,6 +97,31 @@ class Round:
         return replace(moved(self, device), send=send)
 
 
+@dataclass(frozen=True, eq=False)
+class InPlace:
+    """The masks of a rank that computes each row once and copies neither rows nor own keys.
+
+    Attributes:
+        ready: The mask of own rows and own keys where only ready rows attend; None if none does.
+        every: The mask of own rows and all keys that they attend, own and received ones; None if
+            no pair attends.
+        waiting: The same where only waiting rows attend; None if there are none.
+        order: int64, where each key block of `every` lies: own ones, then received ones.
+        received_order: int64, where each key block of the round lies among received ones.
+        has_empty_rows: Whether an own row that is not shared attends nothing.
+    """
+
+    ready: BlockMask | None
+    every: BlockMask | None
+    waiting: BlockMask | None
+    order: Tensor
+    received_order: Tensor
+    has_empty_rows: bool
+
+    def to(self, device: torch.device) -> "InPlace":
+        return moved(self, device)
+
+
 class Step(NamedTuple):
     """A round, and the heads for which it is run."""
 
@@ -146,6 +172,7 @@ class Part:
         order: The order of rounds: index and heads of each, as many on every rank.
         gradients_per_key: Largest number of gradients that are added for one of its keys.
         shared: The rows that all ranks share; None if there are none.
+        in_place: Further masks if split="in place", else None.
     """
 
     rows: Tensor
@@ -156,6 +183,7 @@ class Part:
     order: tuple[tuple[int, Heads], ...]
     gradients_per_key: int
     shared: SharedRows | None
+    in_place: InPlace | None = None
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -189,8 +217,9 @@ class Fetches:
     distances: tuple[int, ...] = ()
     pairwise: Tensor | None = None
 
-    def round(self, rank: int, number: int, by_rows: bool) -> Round:
+    def round(self, rank: int, number: int, split: Split) -> Round:
         """Round `number` of a rank."""
+        by_rows, in_place = split == "rows", split == "in place"
         tokens, grid = self.workload.column_tokens, self.workload.mask.grid
         of_rank = self.columns_of(rank)
         own_first = torch.zeros(grid.nk, dtype=torch.int64)
@@ -210,12 +239,15 @@ class Fetches:
         attending = self._queries_of(rank, rows)
         attending_at: Tokens = slice(0, count(attending))
         own_rows = torch.arange(len(self.rows_of(rank)))
-        if not by_rows and len(rows) * SCATTERED >= len(own_rows) and not _consecutive(rows):
+        many = len(rows) * SCATTERED >= len(own_rows) and not _consecutive(rows)
+        if in_place or (not by_rows and many):
             rows, attending_at = own_rows, attending
         columns, order = torch.cat([received, own_columns]).sort()
         first = torch.empty_like(columns)
         first[order] = torch.cumsum(tokens[columns], 0) - tokens[columns]
         positions = [_tokens_of(first[: len(received)], tokens[received])]
+        if in_place:  # as they arrive
+            positions = [torch.arange(len(positions[0]))]
         positions.append(_tokens_of(first[len(received) :], tokens[own_columns]))
         numbers = self.rows_of(rank)[rows]
         return Round(
@@ -231,9 +263,36 @@ class Fetches:
             queries=self._queries_of(rank, rows),
             attending=attending,
             attending_at=attending_at,
-            mask=self.workload.mask.take_blocks(numbers, columns) if len(rows) else None,
+            mask=self._mask_of(numbers, columns),
             one_to_one=not by_rows and self._is_one_to_one(of_ranks),
         )
+
+    def in_place(self, rank: int) -> InPlace:
+        """The masks of a rank that are not among those of its round, if all blocks are whole."""
+        numbers, own = self.rows_of(rank), self.columns_of(rank)
+        received = self._received(rank, 0) if self.num_rounds else own[:0]
+        ready = self.ready_rows(rank)
+        columns, order = torch.cat([own, received]).sort()
+        every, of_own = self._mask_of(numbers, columns), self._mask_of(numbers, own)
+        waits = torch.ones(len(numbers), dtype=torch.bool).index_fill_(0, ready, False)
+        attend = torch.isin(numbers, self.workload.shared)  # their results come from all ranks
+        if every is not None:
+            attend |= every.blocks_per_row().sum(0) > 0
+        return InPlace(
+            ready=_with_rows(of_own, ready),
+            every=every,
+            waiting=_with_rows(every, waits.nonzero().flatten()),
+            order=order,
+            received_order=received.argsort(),
+            has_empty_rows=not bool(attend.all()),
+        )
+
+    def _mask_of(self, rows: Tensor, columns: Tensor) -> BlockMask | None:
+        """The mask of some block rows and block columns; None if no pair attends."""
+        if not len(rows) or not len(columns):
+            return None
+        mask = self.workload.mask.take_blocks(rows, columns)
+        return mask if mask.nnz_blocks else None
 
     def _is_one_to_one(self, received: Sequence[Tensor]) -> bool:
         """Round.one_to_one, from the columns that each rank receives."""
@@ -297,6 +356,12 @@ class Fetches:
         return _as_slice(queries[queries < len(own) * grid.bq - missing])
 
 
+def _with_rows(mask: BlockMask | None, rows: Tensor) -> BlockMask | None:
+    """The mask of some rows; None if no pair attends."""
+    some = None if mask is None or not len(rows) else mask.keep_rows(rows)
+    return some if some is not None and some.nnz_blocks else None
+
+
 def shared_rows_of(mask: BlockMask, fetches: Fetches, rank: int) -> SharedRows:
     """The shared block rows of the mask of the whole sequence, for one rank."""
     grid, workload = mask.grid, fetches.workload
@@ -331,7 +396,7 @@ def _chunks(blocks: int, whole: bool) -> int:
 
 
 def part_of(
-    fetches: Sequence[Fetches], groups: int, rank: int, by_rows: bool, shared: SharedRows | None
+    fetches: Sequence[Fetches], groups: int, rank: int, split: Split, shared: SharedRows | None
 ) -> Part:
     """The part of a rank; `fetches` has an entry for each group of heads, or one for all."""
     grid, rounds, order = fetches[0].workload.mask.grid, [], []
@@ -339,9 +404,9 @@ def part_of(
         head_groups = range(groups) if len(fetches) == 1 else (number,)
         own_rounds = range(len(rounds), len(rounds) + each.num_rounds)
         order += [(index, Heads(group, groups)) for group in head_groups for index in own_rounds]
-        rounds += [each.round(rank, n, by_rows) for n in range(each.num_rounds)]
+        rounds += [each.round(rank, n, split) for n in range(each.num_rounds)]
     rows, columns = fetches[0].rows_of(rank), fetches[0].columns_of(rank)
-    mask = _own_mask(fetches, rank, by_rows)
+    mask = _own_mask(fetches, rank, split == "rows")
     tokens = int(fetches[0].workload.column_tokens[columns].sum())
     gradients = torch.full((groups, tokens), int(mask is not None) + int(shared is not None))
     for index, heads in order:
@@ -356,6 +421,7 @@ def part_of(
         order=tuple(order),
         gradients_per_key=int(gradients.max()),
         shared=shared,
+        in_place=fetches[0].in_place(rank) if split == "in place" else None,
     )
 
 

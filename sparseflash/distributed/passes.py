@@ -4,6 +4,11 @@ split="rows": the ready rows attend own keys during the exchange. Then the waiti
 and fetched keys, one group of heads after another. Each row is computed once, so nothing is
 merged. The own keys that waiting rows attend are copied.
 
+split="in place" is like "rows" without copies: calls for ready and for waiting rows write into the
+same O and LSE, and kernels read own keys where they are and received ones where they arrive. In
+the backward pass there are three calls, each for all own rows: of dQ over all keys, then of dK and
+dV of received keys, which are sent back while those of own keys are computed.
+
 split="keys": all rows attend own keys during the exchange, then fetched keys round by round:
 
     O, LSE = merge of (own part, round 0, round 1, ...)
@@ -18,6 +23,7 @@ values are sent to their owners, which add them in the order of rounds and ranks
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -26,9 +32,9 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from sparseflash.dispatch.autograd import plain
-from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.call import Call, empty_out
 from sparseflash.distributed.part import Heads, Step, Tokens, count
-from sparseflash.distributed.prepare import Prepared
+from sparseflash.distributed.prepare import InPlaceCalls, Prepared
 from sparseflash.distributed.shared_rows import SharedBackward, SharedForward, in_chunks
 from sparseflash.distributed.transport import Exchange
 from sparseflash.merge import add_in_place, copy_in_place, merge_in_place
@@ -48,7 +54,8 @@ class ContextParallelAttention(torch.autograd.Function):
     ):
         rows = prepared.part.shared
         shared = None if rows is None else SharedForward(prepared, rows, query)
-        out, lse, calls, fetched = _forward(prepared, query, key, value, shared)
+        run = _forward if prepared.in_place is None else _forward_in_place
+        out, lse, calls, fetched = run(prepared, query, key, value, shared)
         ctx.prepared, ctx.calls, ctx.shared_call = prepared, calls, None
         # The first backward pass deletes what was fetched, so a later one fetches it again. All
         # ranks decide by this, and not by what they have: a rank may receive nothing.
@@ -113,6 +120,31 @@ def _forward(
         del result  # not beside that of the next step
     assert whole is not None, "a row that nothing computes is in the own part"
     return whole[0].to(query.dtype), whole[1], calls, saved
+
+
+def _forward_in_place(
+    prepared: Prepared, query: Tensor, key: Tensor, value: Tensor, shared: SharedForward | None
+) -> Result:
+    """As _forward, with split "in place"; no call is needed again."""
+    masks, calls = prepared.part.in_place, prepared.in_place
+    assert masks is not None, "the split is in place"
+    assert calls is not None, "the split is in place"
+    fetches = [_Fetch(prepared, key, value, step) for step in prepared.part.steps]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    out, lse = empty_out(query, value), query.new_empty(query.shape[:3], dtype=wide)
+    if masks.has_empty_rows:
+        out.zero_()
+        lse.fill_(-math.inf)
+    if calls.ready is not None:
+        replace(calls.ready, results=(out, lse)).forward(query, key, value)
+    if shared is not None:
+        shared.attend(key, value)
+    fetched = [fetch.wait() for fetch in fetches]
+    if calls.waiting is not None:
+        received_key, received_value = fetched[0]
+        more = (received_key, received_value)
+        replace(calls.waiting, results=(out, lse), more=more).forward(query, key, value)
+    return out, lse, [], fetched
 
 
 def _own_part(
@@ -211,6 +243,55 @@ class _Backward:
 
     def run(self) -> list[Tensor | None]:
         """The gradients of query, key, value, bias, block scores and all score tensors."""
+        if self._prepared.in_place is None:
+            returning = self._run_parts()
+        else:
+            returning = self._run_in_place(self._prepared.in_place)
+        if self._shared is not None:
+            self._add_shared(self._shared)
+        while returning:
+            returning.popleft().add_to(*self._grads[1:3])
+        return [
+            None if grad is None or like is None else grad.to(like.dtype)
+            for grad, like in zip(self._grads, self._inputs, strict=True)
+        ]
+
+    def _run_in_place(self, calls: InPlaceCalls) -> "deque[_Return]":
+        """Computes all gradients but those that other ranks send."""
+        fetched, returning = list(self._fetched_of_steps()), deque[_Return]()
+        results, own = (self._out, self._lse), (self._query, self._key, self._value)
+        of_query, of_keys, shared = self._needs[0], self._needs[1:3], []
+
+        def gradients(call: Call | None, inputs: Sequence[Tensor], needs, more=None):
+            if call is None or not any(needs):
+                return [_zeros(x) if each else None for x, each in zip(inputs, needs, strict=True)]
+            call = replace(call, more=more, shared=shared)
+            saved, needs = (*inputs, *results), (*needs, False, False, False)
+            return [*call.backward(self._grad_out, self._grad_lse, saved, needs)[:3]]
+
+        more = tuple(fetched[0]) if fetched and calls.waiting is not None else None
+        grad_query = gradients(calls.every, own, (of_query, False, False), more)[0]
+        del more
+        for step, both in zip(self._steps, fetched, strict=True):
+            if any(of_keys):
+                grads = (None, None)
+                if calls.received is not None:
+                    of_received = gradients(
+                        calls.received, (self._query, *both), (False, *of_keys)
+                    )
+                    grads = of_received[1:]
+                    del of_received
+                returning.append(_Return(self._prepared, grads, step))
+                del grads
+            both.clear()  # now, and not when the pass has ended
+        grads = [grad_query, *gradients(calls.own, own, (False, *of_keys))[1:]]
+        self._grads[:3] = [
+            None if grad is None else self._widened(i, grad) for i, grad in enumerate(grads)
+        ]
+        return returning
+
+    def _run_parts(self) -> "deque[_Return]":
+        """Computes all gradients but those that other ranks send and that are not added yet."""
         own_last = self._prepared.own is not None and not self._prepared.plan.fetches_again
         fetched, returning = self._fetched_of_steps(), deque[_Return]()
         if not own_last:
@@ -229,14 +310,7 @@ class _Backward:
         if own_last:
             self._add_own()
             self._add_held()
-        if self._shared is not None:
-            self._add_shared(self._shared)
-        while returning:
-            returning.popleft().add_to(*self._grads[1:3])
-        return [
-            None if grad is None or like is None else grad.to(like.dtype)
-            for grad, like in zip(self._grads, self._inputs, strict=True)
-        ]
+        return returning
 
     def _fetched_of_steps(self) -> Iterator[list[Tensor]]:
         """The keys and values of each step. If they are fetched, the next ones are on their way.

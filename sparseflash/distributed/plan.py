@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +32,7 @@ from sparseflash.distributed.assign import (
     NO_ROWS,
     STRATEGIES,
     Costs,
+    Split,
     Strategy,
     Workload,
     costs,
@@ -40,7 +41,7 @@ from sparseflash.distributed.assign import (
 from sparseflash.distributed.model import (
     CHOICES,
     FETCH_COST,
-    Split,
+    can_be_in_place,
     choose_split,
     copied_tokens,
     pairwise_exchanges_of,
@@ -66,11 +67,13 @@ class ContextPlan(Caching):
         owner: int64 (units,), the rank that owns each unit of max(block_size) tokens.
         round_tokens: Largest number of key tokens that a rank receives in a round; None for one
             round.
-        split: "rows" if rows that attend fetched keys wait for them. "keys" if every row attends
-            own keys first and fetched keys later, and the results are merged.
+        split: "rows" if rows that attend fetched keys wait for them. "in place" if they do, and
+            results are written and keys read where they lie. "keys" if every row attends own keys
+            first and fetched keys later, and the results are merged.
         groups: Largest number of groups in which the heads of one mask are fetched.
         shared: int64, the block rows that all ranks share: each rank computes their attention to
             its own keys, and the owner of a row merges the results.
+        otherwise: With split "in place", (split, groups) of calls that are not computed so.
     """
 
     mask: BlockMask
@@ -81,6 +84,7 @@ class ContextPlan(Caching):
     split: Split = "keys"
     groups: int = 1
     shared: Tensor = NO_ROWS
+    otherwise: tuple[Split, int] = ("rows", 1)
 
     @property
     def seq_len(self) -> int:
@@ -184,7 +188,12 @@ class ContextPlan(Caching):
             self.cache[key] = support.to("cpu") == self.mask_of(rank)
         return self.cache[key]
 
-    def part(self, rank: int, device: torch.device | str = "cpu", groups: int = 1) -> Part:
+    def part(
+        self,
+        rank: int,
+        device: torch.device | str = "cpu",
+        groups: int = 1,
+    ) -> Part:
         """The masks and exchanges of one rank, cached for each device.
 
         Args:
@@ -198,10 +207,16 @@ class ContextPlan(Caching):
             fetches, shared = self._fetches(groups), None
             if len(self.shared):
                 shared = shared_rows_of(self.mask, fetches[0], rank)
-            self.cache[key] = part_of(fetches, groups, rank, self.split == "rows", shared)
+            self.cache[key] = part_of(fetches, groups, rank, self.split, shared)
         if (*key, device) not in self.cache:
             self.cache[*key, device] = self.cache[key].to(device)
         return self.cache[*key, device]
+
+    @cached_property
+    def not_in_place(self) -> "ContextPlan":
+        """The plan for calls that cannot be computed in place, with the same exchange of keys."""
+        split, groups = self.otherwise
+        return replace(self, split=split, groups=groups)
 
     def head_groups(self, kv_heads: int) -> int:
         """The number of groups of key heads that are exchanged one after another.
@@ -218,7 +233,7 @@ class ContextPlan(Caching):
         Raises:
             ValueError: kv_heads does not divide the number of heads of the mask.
         """
-        if self.split == "keys":
+        if self.split in ("keys", "in place"):
             return 1
         if self.mask.num_heads == 1:
             return max(n for n in range(1, self.groups + 1) if kv_heads % n == 0)
@@ -246,9 +261,10 @@ class ContextPlan(Caching):
     def copied(self, groups: int = 1) -> Tensor:
         """The number of key tokens that each rank copies in a forward pass.
 
-        With split "keys" these are the ones that it packs before it sends them, and received ones
-        that do not arrive in the order of the sequence. With split "rows" they are the ones that
-        it packs, and all that waiting rows attend. With round_tokens there may be fewer.
+        With split "in place" these are the ones that it packs before it sends them, with split
+        "keys" also received ones that do not arrive in the order of the sequence. With split
+        "rows" they are the ones that it packs, and all that waiting rows attend. With
+        round_tokens there may be fewer.
 
         Args:
             groups: Number of groups of heads, from head_groups.
@@ -284,7 +300,7 @@ class ContextPlan(Caching):
     @cached_property
     def pairwise_exchanges(self) -> tuple[tuple[int, ...], Tensor | None]:
         """(distances, pairwise) of Fetches."""
-        if self.split == "rows" or self.round_tokens is not None:
+        if self.split != "keys" or self.round_tokens is not None:
             return (), None
         return pairwise_exchanges_of(self.workload, self.owner, self.costs.traffic)
 
@@ -306,6 +322,7 @@ class ContextPlan(Caching):
         digest.update(
             repr((*shape, self.ranks, self.round_tokens, self.split, self.groups)).encode()
         )
+        digest.update(repr(self.otherwise).encode())
         tensors = (*blocks.full, blocks.partial, blocks.partial_bit_tile, blocks.bit_tiles)
         for tensor in (*tensors, self.owner, self.shared):
             digest.update(repr(tuple(tensor.shape)).encode())
@@ -356,7 +373,7 @@ class ContextPlan(Caching):
             metadata = dict(file.metadata())
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         header = {"ranks": self.ranks, "strategy": self.strategy, "rounds": self.round_tokens}
-        header |= {"split": self.split, "groups": self.groups}
+        header |= {"split": self.split, "groups": self.groups, "otherwise": self.otherwise}
         tensors |= {"owner": self.owner, "shared": self.shared}
         save_file(tensors, path, metadata | {HEADER: json.dumps(header)})
 
@@ -451,6 +468,11 @@ def make_plan(
         split: With "rows", rows that attend fetched keys wait for them, one group of heads after
             another, and attend own and fetched keys in one kernel. With "keys", every row attends
             own keys during the exchange and fetched keys after it, and the results are merged.
+            "in place" is like "rows" without copies: each row is written where it belongs, and
+            keys are read where they lie or arrive. All heads must have one mask, with whole
+            blocks. Calls with dropout, a score function, a bias, key lengths or a DynamicMask, and
+            those that the backend "hopper" does not compute in blocks of 128, are computed by rows
+            or by keys, whichever has less predicted time.
             "auto" is "keys" if round_tokens is given, else the split with less predicted time.
         shared_rows: Block rows, ascending, that all ranks share: each rank computes their
             attention to its own keys, and the owner merges the results. By default rows that
@@ -498,10 +520,19 @@ def _planned(
         workloads, _strategies(strategy, mask, ranks), ranks, fetch_cost
     )
     chosen: tuple[Split, int] = ("keys", 1)
+    otherwise: tuple[Split, int] = ("rows", 1)
     if round_tokens is None:
         found = costs(workload, owner, ranks)
+        if split == "in place" and not can_be_in_place(workload):
+            raise ValueError(
+                'split must be "auto", "rows" or "keys" if heads have different masks or a block '
+                f'is clipped, got "in place" for {mask}'
+            )
         chosen = choose_split(workload, owner, found, fetch_cost, split)
-    return ContextPlan(mask, ranks, name, owner, round_tokens, *chosen, workload.shared)
+        if chosen[0] == "in place":
+            otherwise = choose_split(workload, owner, found, fetch_cost, "not in place")
+    assigned = (mask, ranks, name, owner, round_tokens)
+    return ContextPlan(*assigned, *chosen, workload.shared, otherwise)
 
 
 def _strategies(
@@ -521,15 +552,18 @@ def _saved_plan(mask: Any, saved: Mapping[str, Any], owner: Tensor, shared: Tens
     """The plan in the contents of a file. Raises if a part is missing or invalid."""
     _check_mask(mask)
     chosen = saved["split"], check_integer("groups", saved["groups"])
-    if chosen not in CHOICES:
-        raise ValueError(f"split and groups must be one of {CHOICES}, got {chosen}")
+    otherwise = tuple(saved.get("otherwise", ("rows", 1)))
+    for each in (chosen, otherwise):
+        if each not in CHOICES:
+            raise ValueError(f"split and groups must be one of {CHOICES}, got {each}")
     rounds = _checked_rounds(saved["rounds"], chosen[0], mask)
     units, numbers = Workload(mask).units, check_integers("owner", owner)
     ranks = _ranks(saved["ranks"], units)
     _check_owner(numbers, units, ranks)
     rows = torch.tensor(_checked_rows(shared, mask.grid.nq), dtype=torch.int64)
     name = str(saved["strategy"])
-    return ContextPlan(mask, ranks, name, torch.tensor(numbers), rounds, *chosen, rows)
+    assigned = (mask, ranks, name, torch.tensor(numbers), rounds)
+    return ContextPlan(*assigned, *chosen, rows, otherwise)
 
 
 def _check_mask(mask: Any) -> None:
@@ -548,12 +582,12 @@ def _check_tokens(name: str, tensor: Any, dim: Any, count: int, tokens: str) -> 
 
 
 def _checked_rounds(round_tokens: int | None, split: str, mask: BlockMask) -> int | None:
-    if split not in ("auto", "rows", "keys"):
-        raise ValueError(f'split must be "auto", "rows" or "keys", got {split!r}')
+    if split not in ("auto", "in place", "rows", "keys"):
+        raise ValueError(f'split must be "auto", "in place", "rows" or "keys", got {split!r}')
     if round_tokens is None:
         return None
-    if split == "rows":
-        raise ValueError(f'round_tokens must be None with split "rows", got {round_tokens}')
+    if split in ("rows", "in place"):
+        raise ValueError(f'round_tokens must be None with split "{split}", got {round_tokens}')
     return check_integer("round_tokens", round_tokens, least=mask.grid.bk)
 
 

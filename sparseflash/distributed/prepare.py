@@ -1,23 +1,39 @@
 """One call of context_parallel_attention on one rank: its checks, and the calls of its parts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from masks import BlockMask, DynamicMask, MaskBatch
+from masks.registry import Cache
 from sparseflash import arguments
-from sparseflash.dispatch.call import Call, Positions
-from sparseflash.dispatch.plan import find_plan
+from sparseflash.dispatch.call import Call, Plan, Positions
+from sparseflash.dispatch.plan import find_plan, fixed_block_sizes
 from sparseflash.dispatch.spec import CallFacts
-from sparseflash.distributed.part import Heads, Part, Step, count
+from sparseflash.distributed.part import Heads, InPlace, Part, Step, count
 from sparseflash.distributed.plan import ContextPlan
 from sparseflash.options import AttentionOptions
 from sparseflash.score import ScoreTensors, checked_score_tensors, find_score_function
+
+
+class InPlaceCalls(NamedTuple):
+    """The calls of a rank that computes in place, None where no pair attends; see part.InPlace.
+
+    ready, waiting: the forward passes of ready and of waiting rows
+    every: the gradient of query
+    own, received: the gradients of own and of received keys and values
+    """
+
+    ready: Call | None
+    waiting: Call | None
+    every: Call | None
+    own: Call | None
+    received: Call | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +73,7 @@ class Prepared:
     def check_backend(self) -> None:
         """Raises BackendError if no backend can compute the call, before anything is exchanged."""
         waiting = [step for step in self.part.steps if step.round.mask is not None]
-        if self.own is None and waiting:
+        if self.part.in_place is None and self.own is None and waiting:
             each, heads = waiting[0]
             sizes = (count(each.queries), each.attended, each.attended)
             tensors = (self.query, self.key, self.value)
@@ -75,6 +91,52 @@ class Prepared:
             return None
         tensors = (self.query, self.key, self.value)
         return self._call(*tensors, part.mask, part.positions, None, part.columns, Heads())
+
+    @cached_property
+    def in_place(self) -> InPlaceCalls | None:
+        """The calls of split "in place"; None with another split, and for calls that depend on
+        positions in the sequence or that the backend cannot compute so.
+        """
+        options, extras = AttentionOptions(**self.options), (self.mask, self.lengths, self.bias)
+        whole = options.dropout_p == 0 and options.score is None and extras == (None,) * 3
+        if self.part.in_place is None or not whole:
+            return None
+        tensors, facts = (self.query, self.key, self.value), self.call_facts
+        properties = tuple((x.shape, x.dtype, x.device) for x in tensors)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        rank = 0 if self.group is None else self.group.rank()
+        key = ("in place", rank, properties, facts, deterministic, *self.options.items())
+        if key not in self.plan.cache:  # to find so many plans takes longer than a launch
+            self.plan.cache[key] = self._in_place_calls(self.part.in_place)
+        return self.plan.cache[key]
+
+    def _in_place_calls(self, masks: InPlace) -> InPlaceCalls | None:
+        part = self.part
+        received = part.rounds[0].mask if part.rounds else None
+        every = self._in_place_call(masks.every, masks.order)
+        if every is not None and not every.plan.backend.computes_in_place(every.spec):
+            return None
+        return InPlaceCalls(
+            ready=self._in_place_call(masks.ready, None, skips_empty_rows=True),
+            waiting=self._in_place_call(masks.waiting, masks.order, skips_empty_rows=True),
+            every=every,
+            own=self._in_place_call(part.mask, None),
+            received=self._in_place_call(received, masks.received_order),
+        )
+
+    def _in_place_call(
+        self, mask: BlockMask | None, order: Tensor | None, skips_empty_rows: bool = False
+    ) -> Call | None:
+        """The call of a mask whose key blocks lie in this order, in tables of its own blocks."""
+        if mask is None:
+            return None
+        facts = self.call_facts._replace(skips_empty_rows=skips_empty_rows)
+        key, value = (
+            x[:, :, :1].expand(-1, -1, mask.grid.k_len, -1) for x in (self.key, self.value)
+        )
+        with fixed_block_sizes(mask.block_size, mask.block_size):
+            plan = find_plan(self.query, key, value, mask, self.options, facts)
+        return Call(plan if order is None else _with_columns(plan, order))
 
     @property
     def every_row_waits(self) -> bool:
@@ -178,6 +240,11 @@ class Prepared:
         return found
 
 
+def _with_columns(plan: Plan, order: Tensor) -> Plan:
+    """The plan for key blocks that lie in another order."""
+    return replace(plan, table=plan.table.with_columns(order), cache=Cache())
+
+
 def prepare(
     query: Tensor,
     key: Tensor,
@@ -244,6 +311,10 @@ def prepare(
         block_scores=None if mask is None else arguments.checked_block_scores(mask),
         score_tensors=read,
     )
+    if plan.split == "in place" and prepared.in_place is None:
+        plan = plan.not_in_place
+        groups = 1 if one_call else plan.head_groups(key.shape[1])
+        prepared = replace(prepared, plan=plan, part=plan.part(rank, query.device, groups))
     prepared.check_backend()
     return prepared
 

@@ -4,6 +4,7 @@
 
 It needs no GPU and no other process. The model of one pass of one rank:
 
+    in place  call + max(ready blocks, exchange) + waiting blocks + copies
     by keys   call + max(own blocks, exchange) + fetched blocks + merge of rows + copies
     by rows   call + max(blocks, exchange / groups + waiting blocks,
                          exchange + waiting blocks / groups) + copies
@@ -24,7 +25,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparseflash.distributed.model import Division, Split, divide_blocks, receiving_rounds
+from sparseflash.distributed.assign import Split
+from sparseflash.distributed.model import Division, divide_blocks, receiving_rounds
 from sparseflash.distributed.plan import ContextPlan
 from sparseflash.distributed.report import Report
 
@@ -152,6 +154,8 @@ class Demand:
     @staticmethod
     def of(plan: ContextPlan, attention: Attention, selected: float = 1.0) -> "Demand":
         """The demand of a plan; arguments as in `predict`."""
+        if selected < 1 and plan.split == "in place":
+            plan = plan.not_in_place  # as calls with a DynamicMask are computed
         report = attention.report(plan)
         assigned = plan.workload, plan.owner
         division = divide_blocks(*assigned, plan.ranks).selected(selected)
@@ -161,6 +165,7 @@ class Demand:
         copied = 2 * torch.tensor(report.copied_bytes).double()
         # A rank gets gradients of what it sent, each of which is read, added and written.
         gradients = plan.costs.traffic.sum(0) * attention.token_bytes
+        added = 3 * gradients + (copied if plan.split != "in place" else 0)
         return Demand(
             split=plan.split,
             groups=plan.groups,
@@ -173,7 +178,7 @@ class Demand:
             moved=forward.double().amax(0).tolist(),
             returned=backward.double().amax(0).tolist(),
             copied=copied.tolist(),
-            added=(copied + 3 * gradients).tolist(),
+            added=added.tolist(),
             rounds=receiving_rounds(*assigned, plan.costs.traffic).double().tolist(),
             gathered_rows=division.gathered_rows.tolist(),
         )

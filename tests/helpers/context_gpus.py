@@ -14,23 +14,31 @@ from sparseflash.distributed import context_parallel_attention, gather, make_pla
 HEADS, KV_HEADS, LENGTH, DIMS, BLOCK = 4, 2, 2000, 128, 128
 
 
-def mask_of(name: str) -> BlockMask:
-    """The mask of a case, of LENGTH tokens."""
+WHOLE = 2048  # tokens of whole blocks
+
+
+def mask_of(name: str, length: int = LENGTH) -> BlockMask:
+    """The mask of a case."""
     causal = masks.causal()
     patterns = {
         "causal": causal,
         "window": masks.local((300, 0)),
         "butterfly": masks.butterfly(),
         "global tokens": masks.local(200) | masks.global_tokens(list(range(BLOCK))),
-        "documents": masks.documents([700, 900, 400]),  # the second rank fetches nothing
+        "documents": masks.documents([700, 900, length - 1600]),  # the second rank fetches nothing
         "head masks": masks.stack([causal, masks.local((200, 0)), masks.butterfly(), causal]),
         "nothing": masks.full() - masks.full(),
     }
-    return patterns[name](LENGTH, BLOCK)
+    return patterns[name](length, BLOCK)
 
 
 def errors(
-    rank: int, name: str, options: dict[str, Any], extras: dict[str, Any], k: int | None = None
+    rank: int,
+    name: str,
+    options: dict[str, Any],
+    extras: dict[str, Any],
+    k: int | None = None,
+    length: int = LENGTH,
 ) -> dict[str, float]:
     """The largest difference to one GPU of out and gradients, relative to the largest value.
 
@@ -40,16 +48,17 @@ def errors(
         options: Arguments of make_plan.
         extras: Arguments of attention.
         k: Number of blocks that a DynamicMask selects for each block row; None for all.
+        length: Number of tokens.
     """
     device = torch.device("cuda", rank)
-    mask = mask_of(name)
+    mask = mask_of(name, length)
     plan = make_plan(mask, dist.get_world_size(), **options)
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator, device=device)
 
-    shapes = [(2, heads, LENGTH, DIMS) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    shapes = [(2, heads, length, DIMS) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     *whole, grad_out = (normal(*shape).bfloat16() for shape in shapes)
     scores = normal(mask.grid.nq, mask.grid.nk)
     own = [plan.shard(x, rank, 2).requires_grad_() for x in whole]
@@ -74,12 +83,12 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     return float(gap / expected.float().abs().max().clamp(min=1e-9))
 
 
-def same_bits(rank: int, name: str) -> bool:
+def same_bits(rank: int, name: str, length: int) -> bool:
     """Whether two runs of both passes give the same bits."""
     device = torch.device("cuda", rank)
-    plan = make_plan(mask_of(name), dist.get_world_size())
+    plan = make_plan(mask_of(name, length), dist.get_world_size())
     generator = torch.Generator(device).manual_seed(0)
-    whole = torch.randn(3, 1, KV_HEADS, LENGTH, DIMS, generator=generator, device=device)
+    whole = torch.randn(3, 1, KV_HEADS, length, DIMS, generator=generator, device=device)
     results = []
     for _ in range(2):
         own = plan.shard(whole.bfloat16(), rank, 3).requires_grad_()

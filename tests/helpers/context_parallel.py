@@ -29,13 +29,14 @@ from sparseflash.distributed import (
     passes,
 )
 from sparseflash.score import ScoreFunction
+from tests.helpers.in_place import in_place_on_cpus
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIMS, BLOCK = 2, 4, 2, 210, 8, 16
 STRATEGIES = ("contiguous", "zigzag", "shuffled")
 
 
-def mask_of(name: str) -> BlockMask:
-    """The mask of a case, of LENGTH tokens."""
+def mask_of(name: str, length: int = LENGTH) -> BlockMask:
+    """The mask of a case."""
     causal, near = masks.causal(), masks.local((20, 0))
     patterns = {
         "causal": causal,
@@ -44,17 +45,17 @@ def mask_of(name: str) -> BlockMask:
         "global tokens": masks.local(10) | masks.global_tokens([3, 100]),
         "butterfly": masks.butterfly(),
         "dense": masks.full(),
-        "documents": masks.documents([16] * 13 + [2]),
+        "documents": masks.documents([16] * 13 + [2] * (length > 208)),
         "head masks": masks.stack([causal, near, near, masks.random(0.3, seed=2)]),
         "key head masks": masks.stack([causal, masks.random(0.3, seed=2)]),
         "nothing": masks.full() - masks.full(),
     }
     if name == "empty rows":
-        dense = masks.random(0.2, seed=3)(LENGTH, BLOCK).to_dense()
+        dense = masks.random(0.2, seed=3)(length, BLOCK).to_dense()
         dense[10:70] = False
         dense[150] = False
         return BlockMask.from_dense(dense, BLOCK)
-    return patterns[name](LENGTH, BLOCK)
+    return patterns[name](length, BLOCK)
 
 
 def inputs(dtype: torch.dtype, value_dim: int = DIMS, length: int = LENGTH) -> tuple[Tensor, ...]:
@@ -88,6 +89,31 @@ def errors(
         extras |= {"score": _score_of_tensors(), "table": table}
     tensors = inputs(extras.pop("dtype", torch.float64), extras.pop("value_dim", DIMS))
     return _errors(rank, plan, (mask, None), tensors, extras)
+
+
+WHOLE = 13 * BLOCK  # tokens of whole blocks
+
+
+def errors_in_place(
+    rank: int, mask_name: str, strategy: str, shared_rows: tuple[int, ...], extras: dict[str, Any]
+) -> tuple[dict[str, float], int]:
+    """`errors` with split "in place" and filled memory; and the number of calls computed so."""
+    mask, extras = mask_of(mask_name, WHOLE), dict(extras)
+    given = inputs(torch.float64, extras.pop("value_dim", DIMS), WHOLE)
+    options: dict[str, Any] = {"split": "in place", "shared_rows": shared_rows}
+    ranks = dist.get_world_size()
+    plan = make_plan(mask, ranks, _strategy(strategy, ranks, WHOLE), **options)
+    torch.use_deterministic_algorithms(True)  # then torch.empty fills memory
+    try:
+        wrapped = {"wraps": passes._forward_in_place}
+        with (
+            in_place_on_cpus(),
+            mock.patch.object(passes, "_forward_in_place", **wrapped) as computed,
+        ):
+            found = _errors(rank, plan, (mask, None), given, extras)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return found, computed.call_count
 
 
 def errors_with_filled_memory(rank: int, mask_name: str, split: str) -> dict[str, float]:
@@ -210,6 +236,42 @@ def errors_of_kernels(rank: int, extras: dict[str, Any]) -> dict[str, float]:
     shapes.append((1, heads, length))
     given = tuple(torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes)
     return _errors(rank, plan, (mask, None), given, {**extras, "score": score}, kernels=True)
+
+
+def errors_of_simulated_kernels(
+    rank: int, name: str, strategy: str, split: str, kv_heads: int
+) -> dict[str, float]:
+    """The largest differences of simulated Hopper kernels in bfloat16 to float64 in one process,
+    relative to the largest value.
+    """
+    from sparseflash.backends import hopper
+    from tests.helpers.simulated_hopper import simulation  # imports Triton
+
+    ranks, block = dist.get_world_size(), 128
+    length, rows = 4 * block * ranks, (0,) if name == "global tokens" else ()
+    patterns = {
+        "butterfly": masks.butterfly(),
+        "causal": masks.causal(),
+        "global tokens": masks.local(130) | masks.global_tokens([5, 100]),
+        "empty rows": masks.pattern(lambda q, k: (q // block % 3 != 1) & ((q ^ k) < 300)),
+    }
+    mask = patterns[name](length, block)
+    plan = make_plan(mask, ranks, strategy, split=split, shared_rows=rows)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, length, 64) for heads in (2, kv_heads, kv_heads, 2)]
+    *tensors, grad_out = (torch.randn(x, generator=generator).bfloat16() for x in shapes)
+    whole = [x.double().requires_grad_() for x in tensors]
+    out = sparseflash.attention(*whole, mask)
+    expected = (out.detach(), *torch.autograd.grad(out, whole, grad_out.double()))
+    own = [plan.shard(x, rank, 2).requires_grad_() for x in tensors]
+    with simulation(), mock.patch.object(hopper, "why_not", return_value=[]):
+        own_out = context_parallel_attention(*own, plan, backend="hopper")
+        grads = torch.autograd.grad(own_out, own, plan.shard(grad_out, rank, 2))
+    found = [gather(x, plan, 2).double() for x in (own_out.detach(), *grads)]
+    names = ("out", "query", "key", "value")
+    pairs = zip(found, expected, strict=True)
+    gaps = [difference(*pair) / float(pair[1].abs().max()) for pair in pairs]
+    return dict(zip(names, gaps, strict=True))
 
 
 def _errors(
@@ -364,10 +426,10 @@ def fuzzed(rank: int, seed: int) -> dict[str, float]:
     return _errors(rank, plan, used, given, extras)
 
 
-def _strategy(name: str, ranks: int) -> str | list[int]:
+def _strategy(name: str, ranks: int, length: int = LENGTH) -> str | list[int]:
     if name != "shuffled":
         return name
-    units = -(-LENGTH // BLOCK)
+    units = -(-length // BLOCK)
     return [*range(ranks), *(unit * unit % 7 % ranks for unit in range(units - ranks))]
 
 

@@ -133,3 +133,18 @@ def test_whether_rows_list_partial_blocks():
     assert masks.full()((64, 60), 16).table().by_query.has_partial
     assert not masks.full()((64, 60), 16).table().by_key.has_partial
     assert masks.causal()(64, 16).table().by_key.has_partial
+
+
+def test_columns_may_lie_in_another_order():
+    """Entries of rows are renamed, and rows of keys are moved."""
+    mask = (masks.random(0.6, seed=1) & masks.pattern(lambda q, k: k < 70 + q))(128, 16)
+    table, order = mask.table(), torch.tensor([3, 0, 7, 1, 2, 6, 5, 4])
+    found = table.with_columns(order)
+    for name in ("full_index", "partial_index"):
+        before, after = (getattr(x.by_query, name) for x in (table, found))
+        assert torch.equal(after.long(), order[before.long()])
+    assert torch.equal(found.by_query.row_ptr, table.by_query.row_ptr)
+    assert torch.equal(found.by_key.row_ptr[:, order], table.by_key.row_ptr)
+    count = (found.by_key.row_ptr[..., 1] + found.by_key.row_ptr[..., 3]).flatten()
+    assert (count[found.by_key.schedule.flatten().long()].diff() <= 0).all()
+    assert count.unique().numel() > 1

@@ -11,6 +11,7 @@ __all__ = [
     "backward",
     "block_size_for",
     "compiled_for",
+    "computes_in_place",
     "describe",
     "forward",
     "forward_block_size_for",
@@ -36,6 +37,11 @@ def auto_skip(spec: AttentionSpec, mask) -> list[str]:
 def compiled_for(spec: AttentionSpec, table) -> tuple[bool, ...]:
     """Always empty: nothing is compiled."""
     return ()
+
+
+def computes_in_place(spec: AttentionSpec) -> bool:
+    """Never: one backward pass for all gradients computes less than two."""
+    return False
 
 
 def describe(call: Call, mask, query, key, value) -> dict[str, str]:

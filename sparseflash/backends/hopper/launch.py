@@ -120,11 +120,15 @@ class PreparedKernel:
         heads = spec.kv_heads if self.by_key else spec.heads
         sizes, grid = sizes_and_grid(spec, rows, heads, config, self.by_key)
         mask_batch_stride = spec.mask_heads if spec.mask_batch > 1 else None
+        own_columns = None
+        if call.more is not None and not self.by_key:
+            own_columns = (spec.k_len - call.more[0].shape[2]) // table.block_size[1]
         bit_tiles = table.bit_tiles_by_key if self.by_key else table.bit_tiles
         arguments = (
             *(_argument(*x) for x in zip(tensors, self.access, strict=True)),
             *table_arguments(rows, bit_tiles, table),
-            *(key_lengths, work_counter, *sizes, mask_batch_stride, spec.scale * LOG2E.value),
+            *(key_lengths, work_counter, *sizes, mask_batch_stride),
+            *(own_columns, spec.scale * LOG2E.value),
             *(*seeds, *_dropout_arguments(spec.dropout_p)),
             *(spec.softcap, bias, bias_stride, *score_tensors),
         )

@@ -42,27 +42,35 @@ from sparseflash.dispatch.call import (
 from sparseflash.dispatch.spec import AttentionSpec
 
 LSE_DELTA_BOX = TmaBox2D(WARPGROUP_M.value)
+NOTHING_MORE = (None, None)  # keys and values beside those of a call
 DQ_COLUMNS = 256  # columns of the accumulator of dQ as a matrix: the most of a TMA box
 
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.base."""
     query, (key, value) = launch.addressable(query), _keys_and_values(call, key, value)
-    inputs = (query, key, value)
+    more = _more(call)
+    inputs = (query, key, value, *more)
     prepared = prepare_once(call.plan, _prepare_forward, inputs, call.max_logits is None)
-    out, lse = empty_tensors(prepared.outputs, call.plan.spec.device)
-    prepared.launch(call, *inputs, out, lse, call.max_logits)
+    results = call.results or empty_tensors(prepared.outputs, call.plan.spec.device)
+    out, lse = results
+    prepared.launch(call, *inputs, *NOTHING_MORE[len(more) :], out, lse, call.max_logits)
     return out, lse
 
 
 def _prepare_forward(
-    spec: AttentionSpec, block: int, query: Tensor, key: Tensor, value: Tensor, *_: bool
+    spec: AttentionSpec, block: int, query: Tensor, key: Tensor, value: Tensor, *_: Tensor | bool
 ) -> PreparedKernel:
     kv_tile = launch.kv_tile(block, spec.widest_dim)
-    access = (WARPGROUP_TILE, kv_tile, kv_tile, WARPGROUP_TILE, None, None)
+    access = (WARPGROUP_TILE, *[kv_tile] * 4, WARPGROUP_TILE, None, None)
     outputs = layouts_of(empty_out_and_lse(query, value))
     config = configs.FORWARD_CONFIGS[block][configs.tile_width(spec.widest_dim)]
     return PreparedKernel(forward_kernel, access, config, outputs)
+
+
+def _more(call: Call) -> tuple[Tensor, ...]:
+    """The further keys and values of a call as kernels read them; none of most calls."""
+    return () if call.more is None else tuple([launch.addressable(x) for x in call.more])
 
 
 def _keys_and_values(call: Call, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,8 +98,12 @@ def backward(
     if needs_query:
         inputs = (query, grad_out, out, key, value)
         grad_query, lse_delta = _dq(call, inputs, lse, grad_lse)
+    elif call.shared:
+        lse_delta = call.shared[0]
     else:
         lse_delta = _lse_delta(call, grad_out, out, lse, grad_lse)
+    if call.shared is not None:
+        call.shared[:] = [lse_delta]
     tensors = (query, grad_out, key, value, lse_delta)
     if configs.tile_width(spec.widest_dim) <= configs.MAX_DKDV_DIMS:
         if needs_key or needs_value:
@@ -180,9 +192,12 @@ def _dq(
     call: Call, inputs: tuple[Tensor, ...], lse: Tensor, grad_lse: Tensor | None
 ) -> list[Tensor]:
     """The gradient of query, and LSE and delta of all queries."""
+    more = _more(call)
+    inputs = (*inputs, *more)
     prepared = prepare_once(call.plan, _prepare_dq, inputs, grad_lse is None)
     grad_query, lse_delta = empty_tensors(prepared.outputs, call.spec.device)
-    prepared.launch(call, *inputs, grad_query, lse, grad_lse, lse_delta)
+    results = (grad_query, lse, grad_lse, lse_delta)
+    prepared.launch(call, *inputs, *NOTHING_MORE[len(more) :], *results)
     return [grad_query, lse_delta]
 
 
@@ -190,7 +205,7 @@ def _prepare_dq(
     spec: AttentionSpec, block: int, query: Tensor, *_: Tensor | bool
 ) -> PreparedKernel:
     tile, kv_tile = WARPGROUP_TILE, launch.kv_tile(block, spec.widest_dim)
-    access = (tile, tile, tile, kv_tile, kv_tile, tile, None, None, None)
+    access = (tile, tile, tile, *[kv_tile] * 4, tile, None, None, None)
     outputs = layouts_of((empty_like(query), empty_lse_delta(query, block)))
     config = configs.DQ_CONFIGS[block][configs.tile_width(spec.widest_dim)]
     return PreparedKernel(backward_dq_kernel, access, config, outputs)

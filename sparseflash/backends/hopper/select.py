@@ -179,6 +179,11 @@ def compiled_for(spec: AttentionSpec, table: LookupTable) -> tuple[bool, ...]:
     )
 
 
+def computes_in_place(spec: AttentionSpec) -> bool:
+    """Whether the table has the blocks of the mask, in every pass."""
+    return spec.block_size == TILE
+
+
 def computed_rows(table: LookupTable, spec: AttentionSpec, by_key: bool) -> BlockLists:
     """The block lists that a kernel reads, with the rows that it computes in their schedule."""
     if by_key:

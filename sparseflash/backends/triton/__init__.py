@@ -134,6 +134,11 @@ def describe(
     return described
 
 
+def computes_in_place(spec: AttentionSpec) -> bool:
+    """Never: kernels read the keys of one tensor, and write all rows."""
+    return False
+
+
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse); see sparseflash.backends.base."""
     decode, passes = _modules()

@@ -67,6 +67,52 @@ def test_every_result_and_gradient_is_written(ranks, split):
         check_exact(ranks.run(cases.errors_with_filled_memory, mask, split))
 
 
+@pytest.mark.parametrize("strategy", ["contiguous", "shuffled", "auto"])
+@pytest.mark.parametrize("shared", [(), (0, 6, 12)], ids=["no shared rows", "shared rows"])
+def test_rows_in_place(ranks, strategy, shared):
+    for mask in MASKS:
+        if mask in ("head masks", "key head masks"):
+            continue
+        answers = ranks.run(cases.errors_in_place, mask, strategy, shared, {})
+        check_exact([errors for errors, _ in answers])
+        assert all(computed == 1 for _, computed in answers)
+
+
+EXTRAS_IN_PLACE = {
+    "soft cap": {"softcap": 2.0, "scale": 0.7},
+    "value dim": {"value_dim": 16},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0]).double()},
+}
+EXTRAS_BY_ROWS = {
+    "dropout": {"dropout_p": 0.3, "seed": 2**40 + 5},
+    "key lengths": {"key_lengths": torch.tensor([cases.WHOLE, 77])},
+    "bias": {"bias": torch.linspace(-1, 1, 2 * cases.WHOLE - 1).double().expand(4, -1).clone()},
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS_IN_PLACE | EXTRAS_BY_ROWS)
+def test_rows_in_place_or_by_rows_if_a_call_depends_on_positions(two_ranks, extra):
+    extras = (EXTRAS_IN_PLACE | EXTRAS_BY_ROWS)[extra]
+    for mask in ("butterfly", "empty rows"):
+        answers = two_ranks.run(cases.errors_in_place, mask, "shuffled", (), extras)
+        check_exact([errors for errors, _ in answers])
+        assert all(computed == (extra in EXTRAS_IN_PLACE) for _, computed in answers)
+
+
+@pytest.mark.parametrize(
+    ("mask", "strategy", "split"),
+    [
+        *(("butterfly", "graph growing", "in place"), ("butterfly", "graph growing", "keys")),
+        *(("causal", "zigzag", "in place"), ("empty rows", "contiguous", "in place")),
+        ("global tokens", "contiguous", "in place"),
+    ],
+)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_simulated_kernels_of_ranks(ranks, mask, strategy, split, kv_heads):
+    answers = ranks.run(cases.errors_of_simulated_kernels, mask, strategy, split, kv_heads)
+    check_exact(answers, within=0.015)
+
+
 @pytest.mark.parametrize("split", ["keys", "rounds", "rows"])
 def test_rows_that_kernels_leave_unwritten_are_not_read(ranks, split):
     unwritten = 0

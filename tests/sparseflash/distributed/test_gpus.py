@@ -32,6 +32,24 @@ def test_same_as_one_gpu(two_gpus, mask, split):
     check(two_gpus.run(cases.errors, mask, {"split": split}, {}))
 
 
+@pytest.mark.parametrize("strategy", ["contiguous", "zigzag", "graph growing"])
+@pytest.mark.parametrize(
+    "mask", ["window", "butterfly", "causal", "global tokens", "documents", "nothing"]
+)
+def test_rows_in_place(two_gpus, mask, strategy):
+    options = {"split": "in place", "strategy": strategy}
+    check(two_gpus.run(cases.errors, mask, options, {}, None, cases.WHOLE))
+
+
+@pytest.mark.parametrize("extra", [{"dropout_p": 0.2, "seed": 7}, {"softcap": 5.0}])
+def test_calls_of_a_plan_in_place(two_gpus, extra):
+    """Those with dropout are not computed so, and drop the same pairs as one GPU."""
+    options = {"split": "in place"}
+    if "seed" in extra:
+        extra = extra | {"backend": "triton"}
+    check(two_gpus.run(cases.errors, "butterfly", options, extra, None, cases.WHOLE))
+
+
 @pytest.mark.parametrize("mask", ["global tokens", "documents", "head masks", "nothing"])
 def test_masks_with_shared_rows_or_little_exchange(two_gpus, mask):
     check(two_gpus.run(cases.errors, mask, {"strategy": "contiguous"}, {}))
@@ -57,6 +75,7 @@ def test_dropout_drops_the_same_pairs(two_gpus):
     check(two_gpus.run(cases.errors, "causal", {"strategy": "zigzag"}, extras))
 
 
+@pytest.mark.parametrize("length", [cases.LENGTH, cases.WHOLE])
 @pytest.mark.parametrize("mask", ["butterfly", "global tokens"])
-def test_the_same_inputs_give_the_same_bits(two_gpus, mask):
-    assert two_gpus.run(cases.same_bits, mask) == [True, True]
+def test_the_same_inputs_give_the_same_bits(two_gpus, mask, length):
+    assert two_gpus.run(cases.same_bits, mask, length) == [True, True]

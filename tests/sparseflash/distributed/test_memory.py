@@ -34,6 +34,18 @@ def test_by_keys_received_gradients_and_sent_ones_are_what_grows(ranks, rounds, 
     assert both <= 3 + 2 * share + 4 * rounds * share + LSE
 
 
+@pytest.mark.parametrize("strategy", ["contiguous", "graph growing"])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_in_place_a_rank_has_one_result_and_one_gradient_of_queries(kv_heads, strategy):
+    """On two ranks; in the backward pass also two tensors that are sent and two received."""
+    plan, share = butterfly(2, strategy, "in place"), kv_heads / 4
+    received = int(plan.costs.receive[0]) / (BLOCK * BLOCKS / 2)
+    sent = received if received < 1 else 0  # a whole shard is not packed
+    forward, both = peak_in_shards(plan, 0, kv_heads=kv_heads)
+    assert forward <= 1 + 2 * share * (received + sent) + LSE
+    assert both <= 2 + 2 * share + 4 * share * received + LSE
+
+
 @pytest.mark.parametrize("per_shard", [4, 8, 16])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_in_rounds_memory_does_not_grow_with_received_keys(per_shard, kv_heads):

@@ -1,5 +1,7 @@
 """Context plans against dense masks: who owns what, who fetches what, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ import masks
 from masks import BlockMask
 from sparseflash.distributed import ContextPlan, make_plan
 from sparseflash.distributed.assign import GROWING_CHUNKS, STRATEGIES
-from sparseflash.distributed.model import divide_blocks
+from sparseflash.distributed.model import can_be_in_place, divide_blocks
 from sparseflash.distributed.part import count
 from tests.helpers.dense_masks import SIDES, dense_masks
 
@@ -32,7 +34,10 @@ def plans(draw):
         ]
         strategy = draw(st.permutations(owner))
     rounds = draw(st.sampled_from([None, mask.grid.bk, 3 * mask.grid.bk]))
-    split = draw(st.sampled_from(["rows", "keys"])) if rounds is None else "keys"
+    splits = ["rows", "keys"]
+    if len(dense) == 1 and length % max(mask.block_size) == 0:
+        splits.append("in place")
+    split = draw(st.sampled_from(splits)) if rounds is None else "keys"
     shared = sorted(draw(st.sets(st.integers(0, mask.grid.nq - 1), max_size=2)))
     options = {"round_tokens": rounds, "split": split, "shared_rows": shared}
     return dense, make_plan(mask, ranks, strategy, **options)
@@ -106,6 +111,9 @@ def test_what_one_rank_sends_another_receives(drawn):
             attended = torch.empty(each.attended, dtype=torch.int64)
             attended[each.received_at] = torch.cat([sent[rank] for sent in sent_positions])
             attended[each.own_at] = plan.positions(rank)[each.own]
+            if (masks_in_place := parts[rank].in_place) is not None:  # in the order of arrival
+                order = masks_in_place.received_order
+                attended = attended.view(-1, plan.mask.grid.bk)[order].flatten()
             assert attended.tolist() == _tokens(each.columns, plan).tolist()
     assert torch.equal(moved, plan.costs.traffic)
 
@@ -214,6 +222,43 @@ def test_graph_growing_of_more_ranks_than_chunks_is_contiguous():
     assert found.owner.equal(contiguous.owner)
 
 
+@settings(max_examples=30)
+@given(plans())
+def test_in_place_rows_attend_their_pairs_once_where_keys_lie(drawn):
+    dense, plan = drawn
+    if not can_be_in_place(plan.workload):
+        return
+    plan = replace(plan, split="in place", round_tokens=None)
+    parts = [plan.part(rank) for rank in range(plan.ranks)]
+    for rank, part in enumerate(parts):
+        own, found = plan.positions(rank), torch.zeros(dense.shape[1:], dtype=torch.int64)
+        lying = [own]
+        for number, each in enumerate(part.rounds):
+            sent = [other.rounds[number].send[rank] for other in parts]
+            lying += [plan.positions(r)[tokens] for r, tokens in enumerate(sent)]
+            assert count(each.own) == 0
+        keys = torch.cat(lying)
+        for_rows = part.in_place
+        assert for_rows is not None
+        # Key block j of the masks lies at order[j].
+        tokens = keys.view(-1, plan.mask.grid.bk)[for_rows.order].flatten()
+        pairs = {}
+        for name in ("every", "ready", "waiting"):
+            mask, own_only = getattr(for_rows, name), name == "ready"
+            pairs[name] = torch.zeros_like(found)
+            if mask is not None:
+                columns = own if own_only else tokens
+                pairs[name][own.unsqueeze(1), columns] += mask.to_dense()[0]
+        assert torch.equal(pairs["every"], pairs["ready"] + pairs["waiting"])
+        expected = torch.zeros_like(found)
+        whole = plan.workload.mask.to_dense()[0]
+        expected[own] = whole[own].long()
+        assert torch.equal(pairs["every"], expected)
+        empty = ~plan.workload.mask.to_blocks()[0].any(1)[part.rows]
+        empty &= ~torch.isin(part.rows, plan.shared)
+        assert for_rows.has_empty_rows == bool(empty.any())
+
+
 def test_auto_takes_contiguous_shards_if_others_save_little():
     random = masks.random(1 / 16, seed=0)(65536, 128)
     of = {name: make_plan(random, 8, name).costs.traffic.sum() for name in STRATEGIES}
@@ -223,19 +268,43 @@ def test_auto_takes_contiguous_shards_if_others_save_little():
 
 def test_auto_merges_only_where_waiting_and_copying_would_take_longer():
     window, full = masks.local((511, 0))(65536, 128), masks.full()(65536, 128)
-    assert make_plan(window, 8).split == "rows"
+    assert make_plan(window, 8).otherwise == ("rows", 1)
     # All rows wait for one block of keys: to copy own keys takes less than to read rows again.
-    assert make_plan((masks.local(1024) | masks.global_tokens([0]))(65536, 128), 2).split == "rows"
+    one_key = (masks.local(1024) | masks.global_tokens([0]))(65536, 128)
+    assert make_plan(one_key, 2).otherwise == ("rows", 1)
     # All rows wait for as many keys as there are own ones, most of whose blocks need not wait.
-    assert make_plan(masks.butterfly()(65536, 128), 2, "contiguous").split == "keys"
+    assert make_plan(masks.butterfly()(65536, 128), 2, "contiguous").otherwise == ("keys", 1)
     # Waiting rows are scattered: by rows queries are copied, and gradients of own keys are added.
     butterfly = masks.butterfly()(131072, 128)
-    assert make_plan(butterfly, 4).split == "keys"
+    assert make_plan(butterfly, 4).otherwise == ("keys", 1)
     # A quarter of the heads have keys, so that less is copied.
-    assert make_plan(butterfly, 4, fetch_cost=1.0).split == "rows"
+    assert make_plan(butterfly, 4, fetch_cost=1.0).otherwise == ("rows", 1)
     # Half of the blocks are computed during an exchange that takes as long.
-    assert make_plan(full, 2, fetch_cost=250.0).split == "keys"
+    assert make_plan(full, 2, fetch_cost=250.0).otherwise == ("keys", 1)
     assert make_plan(full, 2, round_tokens=128).split == "keys"
+
+
+def test_auto_computes_in_place_if_all_blocks_are_whole_and_heads_have_one_mask():
+    window = masks.local((511, 0))
+    assert make_plan(window(65536, 128), 8).split == "in place"
+    assert make_plan(masks.butterfly()(131072, 128), 4).split == "in place"
+    # No row is ready, and the exchange takes as long as computing the blocks of own keys.
+    assert make_plan(masks.butterfly()(131072, 128), 4, "contiguous").split == "keys"
+    for mask in (window(65530, 128), masks.stack([window, masks.local(64)])(65536, 128)):
+        assert make_plan(mask, 8).split != "in place"
+        with pytest.raises(
+            ValueError, match='"rows" or "keys" if heads have different masks or a'
+        ):
+            make_plan(mask, 8, split="in place")
+
+
+def test_a_plan_in_place_has_another_one_for_calls_that_are_not():
+    plan = make_plan(masks.butterfly()(16384, 128), 2, split="in place")
+    assert plan.not_in_place.split == plan.otherwise[0] != "in place"
+    assert plan.not_in_place.digest != plan.digest
+    assert torch.equal(plan.not_in_place.owner, plan.owner)
+    assert plan.part(0).in_place is not None
+    assert plan.not_in_place.part(0).in_place is None
 
 
 def test_whole_shards_are_exchanged_in_pairs_of_ranks():
@@ -393,7 +462,9 @@ def test_wrong_lengths_and_ranks_are_named():
         make_plan(CAUSAL, 2, round_tokens=63)
     with pytest.raises(ValueError, match="shared_rows must be block rows from 0 to 63, ascending"):
         make_plan(CAUSAL, 2, shared_rows=[3, 64])
-    with pytest.raises(ValueError, match='split must be "auto", "rows" or "keys", got 3'):
+    with pytest.raises(
+        ValueError, match='split must be "auto", "in place", "rows" or "keys", got 3'
+    ):
         make_plan(CAUSAL, 2, split=3)
     with pytest.raises(ValueError, match='round_tokens must be None with split "rows", got 64'):
         make_plan(CAUSAL, 2, split="rows", round_tokens=64)

@@ -101,6 +101,26 @@ def test_copies_take_time():
         assert gaps[1] == pytest.approx(gaps[0] / 2, rel=1e-6)
 
 
+def test_in_place_only_sent_keys_are_copied():
+    """Graph growing sends some keys of a shard. Their gradients are added, and not copied."""
+    mask, attention = masks.butterfly()(16384, 128), Attention(heads=4, kv_heads=2, head_dim=64)
+    plan = make_plan(mask, 2, "graph growing", split="in place")
+    sent = plan.costs.traffic.sum(0)
+    assert 0 < sent[0] < 8192
+    assert plan.copied().tolist() == sent.tolist()
+    demand = Demand.of(plan, attention)
+    assert demand.copied == [2 * each * 512 for each in sent.tolist()]
+    assert demand.added == [3 * each * 512 for each in sent.tolist()]
+    machine = Machine(bandwidth=1e9, latency_us=0, memory=1e9)
+    forward, _ = demand.times(machine)
+    block_ms, _ = demand.block_ms(machine)
+    torch.testing.assert_close(forward, demand.blocks * block_ms, rtol=1e-4, atol=0)
+    whole = make_plan(mask, 2, "contiguous", split="in place")
+    assert whole.copied().tolist() == [0, 0]
+    some = Demand.of(plan, attention, 0.5)
+    assert some.split == plan.otherwise[0] != "in place"
+
+
 def test_each_round_merges_rows():
     """Each rank of a butterfly on four receives two shards, in a round each."""
     plan = make_plan(masks.butterfly()(4096, 128), 4, "contiguous", split="keys")
@@ -149,7 +169,7 @@ def test_a_machine_is_read_from_a_file(tmp_path):
 def test_masks_of_heads_count_as_the_heads_that_they_are_of():
     one, each = masks.causal(), masks.stack([masks.causal()] * 4)
     found = [
-        predict(make_plan(mask(2048, 128), 2, "zigzag"), Machine(), Attention(8, 4))
+        predict(make_plan(mask(2048, 128), 2, "zigzag", split="rows"), Machine(), Attention(8, 4))
         for mask in (one, each)
     ]
     assert found[0] == found[1]

@@ -124,29 +124,32 @@ def count_below(index, start, count, limit):
 
 
 @gluon.jit
-def load_key_value_tiles(keys, values, key_pipeline, value_pipeline, params, batch, kv_head,
-                         blocks, state, STAGES: gl.constexpr):  # fmt: skip
-    """Loads K and V of all blocks of a block row of queries."""
+def load_key_value_tiles(keys, values, more_keys, more_values, key_pipeline, value_pipeline,
+                         params, batch, kv_head, blocks, state, STAGES: gl.constexpr):  # fmt: skip
+    """Loads K and V of all blocks of a block row of queries.
+
+    more_keys, more_values: the blocks from sizes.own_columns on, or None
+    """
     table = params.table
     state = load_block_list(
-        keys, values, key_pipeline, value_pipeline, params, batch, kv_head,
+        keys, values, more_keys, more_values, key_pipeline, value_pipeline, params, batch, kv_head,
         table.partial_index, blocks.partial_start, blocks.n_partial, state, STAGES,
     )  # fmt: skip
     if params.key_lengths is not None:
         state = load_block_list(
-            keys, values, key_pipeline, value_pipeline, params, batch, kv_head,
-            table.full_index, blocks.full_start + blocks.n_full, blocks.n_clipped,
-            state, STAGES,
+            keys, values, more_keys, more_values, key_pipeline, value_pipeline, params, batch,
+            kv_head, table.full_index, blocks.full_start + blocks.n_full, blocks.n_clipped, state,
+            STAGES,
         )  # fmt: skip
     return load_block_list(
-        keys, values, key_pipeline, value_pipeline, params, batch, kv_head,
+        keys, values, more_keys, more_values, key_pipeline, value_pipeline, params, batch, kv_head,
         table.full_index, blocks.full_start, blocks.n_full, state, STAGES,
     )  # fmt: skip
 
 
 @gluon.jit
-def load_block_list(keys, values, key_pipeline, value_pipeline, params, batch, kv_head, index,
-                    start, count, state, STAGES: gl.constexpr):  # fmt: skip
+def load_block_list(keys, values, more_keys, more_values, key_pipeline, value_pipeline, params,
+                    batch, kv_head, index, start, count, state, STAGES: gl.constexpr):  # fmt: skip
     """Loads K and V of blocks index[start : start + count]; reads the index one block ahead."""
     TILE_N: gl.constexpr = keys.block_type.shape[2]
     # Every list ends in readable entries (masks.lookup_table.PREFETCH). So neither the first load
@@ -156,8 +159,17 @@ def load_block_list(keys, values, key_pipeline, value_pipeline, params, batch, k
         next_block = gl.load(index + i + 1)
         for tile in gl.static_range(params.column_tokens // TILE_N):
             key_start = block * params.column_tokens + tile * TILE_N
-            producer_load(key_pipeline, keys, batch, kv_head, key_start, state)
-            producer_load(value_pipeline, values, batch, kv_head, key_start, state)
+            if more_keys is None:
+                producer_load(key_pipeline, keys, batch, kv_head, key_start, state)
+                producer_load(value_pipeline, values, batch, kv_head, key_start, state)
+            else:
+                more_start = key_start - params.sizes.own_columns * params.column_tokens
+                if more_start < 0:
+                    producer_load(key_pipeline, keys, batch, kv_head, key_start, state)
+                    producer_load(value_pipeline, values, batch, kv_head, key_start, state)
+                else:
+                    producer_load(key_pipeline, more_keys, batch, kv_head, more_start, state)
+                    producer_load(value_pipeline, more_values, batch, kv_head, more_start, state)
             state = advance(state, STAGES)
         block = next_block
     return state

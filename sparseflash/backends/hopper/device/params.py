@@ -34,6 +34,8 @@ class Sizes(NamedTuple):
     heads_per_group: heads whose work tiles are scheduled together, longest first (LPT)
     mask_batch_stride: stride of head_to_mask from one batch element to the next; None if all
         batch elements share their masks
+    own_columns:     block columns in keys and values, if the others are in more_keys and
+        more_values; else None
     """
 
     heads: gl.tensor
@@ -44,6 +46,7 @@ class Sizes(NamedTuple):
     num_work_tiles: gl.tensor
     heads_per_group: gl.tensor
     mask_batch_stride: gl.tensor
+    own_columns: gl.tensor
 
 
 class Dropout(NamedTuple):

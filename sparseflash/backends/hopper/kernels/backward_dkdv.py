@@ -80,6 +80,7 @@ def backward_dkdv_kernel(
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, work_counter,
     heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
+    own_columns,
     scale_log2, seed_low, seed_high, threshold, keep_scale, softcap, bias, bias_stride,
     score_floats, score_integers, score_layout,
     SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
@@ -90,7 +91,7 @@ def backward_dkdv_kernel(
     table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
                   head_to_mask)  # fmt: skip
     sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group,
-                  mask_batch_stride)  # fmt: skip
+                  mask_batch_stride, own_columns)  # fmt: skip
     WARPGROUPS: gl.constexpr = ROW_TOKENS // WARPGROUP_M
     query_pipeline = make_named_barrier_pipeline(queries, 0, STAGES, WARPGROUPS)
     grad_out_pipeline = make_named_barrier_pipeline(grad_outs, STAGES, STAGES, WARPGROUPS)

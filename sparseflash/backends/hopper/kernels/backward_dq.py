@@ -88,10 +88,12 @@ from sparseflash.backends.triton_common.score_mods import ScorePointers
 
 @gluon.jit(**unspecialized_arguments("lse", "grad_lse", "lse_delta"))
 def backward_dq_kernel(
-    queries, grad_outs, outs, keys, values, grad_queries, lse, grad_lse, lse_delta,
+    queries, grad_outs, outs, keys, values, more_keys, more_values, grad_queries, lse, grad_lse,
+    lse_delta,
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, work_counter,
     heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
+    own_columns,
     scale_log2, seed_low, seed_high, threshold, keep_scale, softcap, bias, bias_stride,
     score_floats, score_integers, score_layout,
     SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
@@ -102,7 +104,7 @@ def backward_dq_kernel(
     table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
                   head_to_mask)  # fmt: skip
     sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group,
-                  mask_batch_stride)  # fmt: skip
+                  mask_batch_stride, own_columns)  # fmt: skip
     WARPGROUPS: gl.constexpr = ROW_TOKENS // WARPGROUP_M
     pipelines = (
         # Used once for each row, so mbarriers are fast enough; there are only 16 named barriers.
@@ -116,7 +118,8 @@ def backward_dq_kernel(
     lse_tensors = LseTensors(lse, grad_lse, lse_delta)
     fence_async_shared()
     specialize_warps(
-        queries, grad_outs, outs, keys, values, grad_queries, lse_tensors, pipelines,
+        queries, grad_outs, outs, keys, values, more_keys, more_values, grad_queries, lse_tensors,
+        pipelines,
         Params(ROW_TOKENS, COLUMN_TOKENS, table, sizes, key_lengths, work_counter, work_queue,
                scale_log2, dropout, ScoreParams(softcap, bias, bias_stride,
                            ScorePointers(score_floats, score_integers, score_layout)), SCORE,
@@ -126,16 +129,16 @@ def backward_dq_kernel(
 
 
 @gluon.jit
-def specialize_warps(queries, grad_outs, outs, keys, values, grad_queries, lse_tensors, pipelines,
-                     params, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
-                     STAGES: gl.constexpr):  # fmt: skip
+def specialize_warps(queries, grad_outs, outs, keys, values, more_keys, more_values, grad_queries,
+                     lse_tensors, pipelines, params, QHEADS_PER_KVHEAD: gl.constexpr,
+                     MASKED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Starts a consumer in each warpgroup and the producer in one warp."""
     if params.row_tokens == WARPGROUP_M:
         gl.warp_specialize(
             [
                 (consumer, (grad_queries, lse_tensors, pipelines, params, 0, MASKED, STAGES)),
-                (producer, (queries, grad_outs, outs, keys, values, pipelines, params,
-                            QHEADS_PER_KVHEAD, STAGES)),
+                (producer, (queries, grad_outs, outs, keys, values, more_keys, more_values,
+                            pipelines, params, QHEADS_PER_KVHEAD, STAGES)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -145,8 +148,8 @@ def specialize_warps(queries, grad_outs, outs, keys, values, grad_queries, lse_t
             [
                 (consumer, (grad_queries, lse_tensors, pipelines, params, 0, MASKED, STAGES)),
                 (consumer, (grad_queries, lse_tensors, pipelines, params, 1, MASKED, STAGES)),
-                (producer, (queries, grad_outs, outs, keys, values, pipelines, params,
-                            QHEADS_PER_KVHEAD, STAGES)),
+                (producer, (queries, grad_outs, outs, keys, values, more_keys, more_values,
+                            pipelines, params, QHEADS_PER_KVHEAD, STAGES)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -154,7 +157,7 @@ def specialize_warps(queries, grad_outs, outs, keys, values, grad_queries, lse_t
 
 
 @gluon.jit
-def producer(queries, grad_outs, outs, keys, values, pipelines, params,
+def producer(queries, grad_outs, outs, keys, values, more_keys, more_values, pipelines, params,
              QHEADS_PER_KVHEAD: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Loads the tiles that consumers read, as far ahead as the pipelines allow."""
     WARPGROUPS: gl.constexpr = params.row_tokens // WARPGROUP_M
@@ -191,8 +194,8 @@ def producer(queries, grad_outs, outs, keys, values, pipelines, params,
             producer_load(query_pipeline, queries, batch, head, query_start, buffer_state)
         query_phase = query_phase ^ 1
         state = load_key_value_tiles(
-            keys, values, key_pipeline, value_pipeline, params, batch, head // QHEADS_PER_KVHEAD,
-            blocks, state, STAGES,
+            keys, values, more_keys, more_values, key_pipeline, value_pipeline, params, batch,
+            head // QHEADS_PER_KVHEAD, blocks, state, STAGES,
         )  # fmt: skip
         work_id = next_work
     publish_end(params, work_state)

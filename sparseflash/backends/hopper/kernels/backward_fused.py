@@ -147,6 +147,7 @@ def backward_fused_kernel(
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, work_counter,
     heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
+    own_columns,
     scale_log2, seed_low, seed_high, threshold, keep_scale, softcap, bias, bias_stride,
     score_floats, score_integers, score_layout,
     SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
@@ -157,7 +158,7 @@ def backward_fused_kernel(
     table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
                   head_to_mask)  # fmt: skip
     sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group,
-                  mask_batch_stride)  # fmt: skip
+                  mask_batch_stride, own_columns)  # fmt: skip
     dq_shape: gl.constexpr = [2] + dq_accumulator.block_type.shape  # noqa: RUF005 (no star in Gluon)
     DQ_WARPGROUP: gl.constexpr = has_dq_warpgroup(dq_accumulator, keys)
     query_pipeline = make_named_barrier_pipeline(queries, 0, STAGES, 2)

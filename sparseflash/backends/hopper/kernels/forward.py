@@ -119,10 +119,11 @@ class SoftmaxState(NamedTuple):
 
 @gluon.jit(**unspecialized_arguments("lse", "max_logits"))
 def forward_kernel(
-    queries, keys, values, outs, lse, max_logits,
+    queries, keys, values, more_keys, more_values, outs, lse, max_logits,
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, work_counter,
     heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
+    own_columns,
     scale_log2, seed_low, seed_high, threshold, keep_scale, softcap, bias, bias_stride,
     score_floats, score_integers, score_layout,
     SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
@@ -132,7 +133,7 @@ def forward_kernel(
     table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
                   head_to_mask)  # fmt: skip
     sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group,
-                  mask_batch_stride)  # fmt: skip
+                  mask_batch_stride, own_columns)  # fmt: skip
     WARPGROUPS: gl.constexpr = ROW_TOKENS // WARPGROUP_M
     DIMS: gl.constexpr = queries.block_type.shape[3]
     LOAD_WAIT_WARPS: gl.constexpr = num_load_wait_warps(ROW_TOKENS, DIMS, MASKED)
@@ -150,7 +151,7 @@ def forward_kernel(
     # Threads initialised the mbarriers; TMA signals them through the async proxy.
     fence_async_shared()
     specialize_warps(
-        queries, keys, values, outs, lse, max_logits,
+        queries, keys, values, more_keys, more_values, outs, lse, max_logits,
         (query_pipeline, key_pipeline, value_pipeline),
         Params(ROW_TOKENS, COLUMN_TOKENS, table, sizes, key_lengths, work_counter, work_queue,
                scale_log2, dropout, ScoreParams(softcap, bias, bias_stride,
@@ -174,18 +175,18 @@ def holds_query_in_registers(rows, dims):
 
 
 @gluon.jit
-def specialize_warps(queries, keys, values, outs, lse, max_logits, pipelines, params,
-                     LOAD_WAIT_WARPS: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr,
-                     MASKED: gl.constexpr, STAGES: gl.constexpr,
-                     QUERY_STAGES: gl.constexpr):  # fmt: skip
+def specialize_warps(queries, keys, values, more_keys, more_values, outs, lse, max_logits,
+                     pipelines, params, LOAD_WAIT_WARPS: gl.constexpr,
+                     QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
+                     STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Starts a consumer in each warpgroup, the producer and the load-wait warp in a warp each."""
     if params.row_tokens == WARPGROUP_M:
         gl.warp_specialize(
             [
                 (consumer, (outs, lse, max_logits, pipelines, params, 0, LOAD_WAIT_WARPS, MASKED,
                             STAGES, QUERY_STAGES)),
-                (producer, (queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD, STAGES,
-                            QUERY_STAGES)),
+                (producer, (queries, keys, values, more_keys, more_values, pipelines, params,
+                            QHEADS_PER_KVHEAD, STAGES, QUERY_STAGES)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -199,8 +200,8 @@ def specialize_warps(queries, keys, values, outs, lse, max_logits, pipelines, pa
                             STAGES, QUERY_STAGES)),
                 (consumer, (outs, lse, max_logits, pipelines, params, 2, LOAD_WAIT_WARPS, MASKED,
                             STAGES, QUERY_STAGES)),
-                (producer, (queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD, STAGES,
-                            QUERY_STAGES)),
+                (producer, (queries, keys, values, more_keys, more_values, pipelines, params,
+                            QHEADS_PER_KVHEAD, STAGES, QUERY_STAGES)),
                 (load_wait_warp, (pipelines, params, LOAD_WAIT_WARPS, STAGES)),
             ],
             [4, 4, 1, 1],
@@ -214,8 +215,8 @@ def specialize_warps(queries, keys, values, outs, lse, max_logits, pipelines, pa
                             STAGES, QUERY_STAGES)),
                 (consumer, (outs, lse, max_logits, pipelines, params, 1, LOAD_WAIT_WARPS, MASKED,
                             STAGES, QUERY_STAGES)),
-                (producer, (queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD, STAGES,
-                            QUERY_STAGES)),
+                (producer, (queries, keys, values, more_keys, more_values, pipelines, params,
+                            QHEADS_PER_KVHEAD, STAGES, QUERY_STAGES)),
                 (load_wait_warp, (pipelines, params, LOAD_WAIT_WARPS, STAGES)),
             ],
             [4, 1, 1],
@@ -224,8 +225,9 @@ def specialize_warps(queries, keys, values, outs, lse, max_logits, pipelines, pa
 
 
 @gluon.jit
-def producer(queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD: gl.constexpr,
-             STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
+def producer(queries, keys, values, more_keys, more_values, pipelines, params,
+             QHEADS_PER_KVHEAD: gl.constexpr, STAGES: gl.constexpr,
+             QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Loads the tiles that consumers read, as far ahead as the pipelines allow."""
     WARPGROUPS: gl.constexpr = params.row_tokens // WARPGROUP_M
     query_pipeline, key_pipeline, value_pipeline = pipelines
@@ -245,8 +247,8 @@ def producer(queries, keys, values, pipelines, params, QHEADS_PER_KVHEAD: gl.con
             producer_load(query_pipeline, queries, batch, head, query_start, buffer_state)
         query_state = advance(query_state, QUERY_STAGES)
         state = load_key_value_tiles(
-            keys, values, key_pipeline, value_pipeline, params, batch, head // QHEADS_PER_KVHEAD,
-            blocks, state, STAGES,
+            keys, values, more_keys, more_values, key_pipeline, value_pipeline, params, batch,
+            head // QHEADS_PER_KVHEAD, blocks, state, STAGES,
         )  # fmt: skip
         work_id = next_work
     publish_end(params, work_state)

@@ -1,6 +1,7 @@
 """How the partitions of the Hopper kernels share buffers, run on the CPU by simulated_gluon."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import masks
+from masks.registry import Cache
 from sparseflash.backends import hopper
 from sparseflash.backends.hopper import configs
 from sparseflash.dispatch.autograd import run
@@ -95,6 +97,54 @@ def test_simulated_kernels_leave_rows_without_blocks_unwritten(
     assert torch.equal(some[0][:, :, attends], whole[0][:, :, attends])
     assert torch.equal(some[1], whole[1])
     assert torch.equal(some[2], whole[2])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_simulated_kernels_read_keys_of_two_tensors_and_write_some_rows(head_dim, kv_heads):
+    """The last key blocks lie in another tensor, and in another order; rows are of two calls."""
+    lengths, own = (600, 640), 256
+    kinds = {"kv_heads": kv_heads, "dtype": torch.bfloat16}
+    query, key, value, grad_out = make_inputs(2, 2, *lengths, head_dim, **kinds)
+    allowed = masks.random(0.7, seed=1) & masks.pattern(lambda q, k: k < 5 * 128 - q // 7)
+    mask = allowed(lengths, 128)
+    order = torch.tensor([3, 0, 4, 1, 2])  # where each block lies
+
+    def laid_out(x):
+        return x.unflatten(2, (5, 128))[:, :, order.argsort()].flatten(2, 3)
+
+    tensors = [laid_out(x) for x in (key, value)]
+    first = [x[:, :, :own].contiguous() for x in tensors]
+    # As received: one token after another.
+    more = [x[:, :, own:].permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in tensors]
+
+    def called(rows):
+        call = call_on(hopper, query, key, mask.keep_rows(rows), skips_empty_rows=True)
+        table = call.table.with_columns(order)
+        call = replace(call, plan=replace(call.plan, table=table, cache=Cache()))
+        call.more = (more[0], more[1])
+        return call
+
+    whole = call_on(hopper, query, key, mask)
+    with simulation(), poisoned_empty():
+        expected = whole.forward(query, key, value)
+        saved = (query, key, value, *expected)
+        needs = (True, False, False, False, False, False)
+        (grad_query, *_) = whole.backward(grad_out, None, saved, needs)
+        out, lse = (torch.empty_like(x) for x in expected)
+        for rows in ([0, 2], [1, 3, 4]):
+            call = called(torch.tensor(rows))
+            call.results = (out, lse)
+            call.forward(query, *first)
+        some = torch.tensor([0, 1, 2, 3, 4])
+        call = called(some)
+        call.shared = []
+        (found, *_) = call.backward(grad_out, None, (query, *first, out, lse), needs)
+    torch.testing.assert_close(out, expected[0], atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, grad_query, atol=0.03, rtol=0.03)
+    (lse_delta,) = call.shared
+    assert not lse_delta.isnan().any()
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
