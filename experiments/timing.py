@@ -178,7 +178,7 @@ def _sample_gpu(run: Run, runs: int) -> list[float]:
 
 
 @contextmanager
-def _no_waiting() -> Iterator[None]:
+def no_waiting() -> Iterator[None]:
     """A context in which operations that wait for the device raise RuntimeError."""
     try:
         with warnings.catch_warnings():  # torch calls the mode a prototype
@@ -196,7 +196,7 @@ def _captured(run: Run, stream: torch.cuda.Stream) -> Run:
         RuntimeError: The run waits for the device. A failed capture would leave the allocator and
             the random generator in a state in which later runs fail.
     """
-    with _no_waiting():
+    with no_waiting():
         run()
     stream.synchronize()
     # A capture allocates free memory; it cannot use the memory that the allocator caches.

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import masks
 import sparseflash
+from experiments.timing import no_waiting
 from masks import DynamicMask
 from sparseflash.testing import check_attention, make_inputs, poisoned_empty
 
@@ -230,11 +231,8 @@ def test_nothing_waits_for_the_device():
             sparseflash.attention(*tensors, mask, backend="triton").backward(grad_out)
 
     step()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
