@@ -29,9 +29,8 @@ from sparseflash.backends.triton.kernels.dq import query_gradient_kernel
 from sparseflash.backends.triton.kernels.ds_sums import ds_sums_kernel
 from sparseflash.backends.triton.kernels.forward import forward_kernel
 from sparseflash.backends.triton.kernels.merge import (
-    add_rows_kernel,
-    copy_rows_kernel,
     merge_rows_kernel,
+    write_rows_kernel,
 )
 from sparseflash.backends.triton.merge import ROWS, add_rows, copy_rows, merge_rows
 from sparseflash.backends.triton_common import launcher, relaunch
@@ -314,16 +313,18 @@ def report_rows(architecture: int):
         by_token = torch.empty(50, 1, 4, dims, dtype=dtype).permute(1, 2, 0, 3)
         parts, of_a_thread = (total[:, :, 50:], by_token), ROWS * configs.padded_dims(dims) // 128
         for part, rows in itertools.product(parts, (None, torch.arange(50))):
-            kernels = {merge_rows_kernel: 2, add_rows_kernel: 2, copy_rows_kernel: 1}
-            for kernel in kernels:
+            some, lses = total[:, :, :50], (lse[:, :, :50], torch.empty(1, 4, 50))
+            for function, kernel, arguments, loaded in (
+                (merge_rows, merge_rows_kernel, (some, lses[0], part, lses[1], rows, rows), 2),
+                (add_rows, write_rows_kernel, (some, part, rows), 2),
+                (copy_rows, write_rows_kernel, (some, part, None, rows), 1),
+            ):
                 kernel.device_caches.clear()
-            merge_rows(total[:, :, :50], lse[:, :, :50], part, torch.empty(1, 4, 50), rows, rows)
-            add_rows(total[:, :, :50], part, rows)
-            copy_rows(total[:, :, :50], part, None, rows)
-            for kernel, loaded in kernels.items():
+                function(*arguments)
                 (found,) = compiled(kernel)
+                name = f"{function.__name__} {dtype} d{dims} {part.stride()} {rows is None}"
                 yield {
-                    "variant": f"{kernel.__name__} {dtype} d{dims} {part.stride()} {rows is None}",
+                    "variant": name,
                     "accesses": accesses_of_globals(found.asm["ptx"]),
                     "16 bytes of a thread": of_a_thread * dtype.itemsize // 16,
                     "loaded": loaded,

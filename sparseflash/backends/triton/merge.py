@@ -6,11 +6,7 @@ import triton
 from torch import Tensor
 
 from sparseflash.backends.triton import configs
-from sparseflash.backends.triton.kernels.merge import (
-    add_rows_kernel,
-    copy_rows_kernel,
-    merge_rows_kernel,
-)
+from sparseflash.backends.triton.kernels.merge import merge_rows_kernel, write_rows_kernel
 from sparseflash.backends.triton.launch import launch_with_layout
 
 ROWS = 32  # of a program; with 128 dims in 16 bits a warp reads four rows at a time
@@ -50,14 +46,14 @@ def add_rows(
         total, part: (batch, heads, tokens, dims), with numbers of tokens and dtypes of their own.
         rows, part_rows: As in merge_rows.
     """
-    _launch(add_rows_kernel, (total, part), (), rows, part_rows)
+    _launch(write_rows_kernel, (total, part), (), rows, part_rows, ADDS=True)
 
 
 def copy_rows(
     total: Tensor, part: Tensor, rows: Tensor | None, part_rows: Tensor | None = None
 ) -> None:
     """Copies rows of a part to rows of a total; arguments as in add_rows."""
-    _launch(copy_rows_kernel, (total, part), (), rows, part_rows)
+    _launch(write_rows_kernel, (total, part), (), rows, part_rows, ADDS=False)
 
 
 def _launch(
@@ -66,6 +62,7 @@ def _launch(
     others: tuple[Tensor | int, ...],
     rows: Tensor | None,
     part_rows: Tensor | None,
+    **constants: bool,
 ) -> None:
     total, part = tensors
     batch, heads, _, dims = part.shape
@@ -73,11 +70,11 @@ def _launch(
     q_len, of_part = (x.shape[2] if index is None else len(index) for x, index in pairs)
     if q_len != of_part:
         raise ValueError(f"part_rows must be as many as rows, got {of_part} and {q_len}")
-    constants = {"VALUE_DIM": dims, "VALUE_DIMS": configs.padded_dims(dims), "ROWS": ROWS}
+    sizes = {"VALUE_DIM": dims, "VALUE_DIMS": configs.padded_dims(dims), "ROWS": ROWS}
     launch_with_layout(
         kernel,
         (triton.cdiv(q_len, ROWS), heads, batch),
         tensors,
         (*others, rows, part_rows, q_len),
-        constants | {"enable_fp_fusion": True},
+        constants | sizes | {"enable_fp_fusion": True},
     )

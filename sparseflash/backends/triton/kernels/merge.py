@@ -2,9 +2,9 @@
 
     lse = log(exp(lse) + exp(part_lse)),    out = exp(lse_old - lse) out + exp(part_lse - lse) part
 
-A program merges ROWS rows of a head. Each row is read and written once. Other kernels add and copy
-rows in the same way. `rows` and `part_rows` have the index of each of the q_len rows in the result
-and in the part; None if it is that of the row itself.
+A program merges ROWS rows of a head. Each row is read and written once. Another kernel adds or
+copies rows in the same way. `rows` and `part_rows` have the index of each of the q_len rows in the
+result and in the part; None if it is that of the row itself.
 """
 
 from typing import NamedTuple
@@ -108,37 +108,23 @@ def merge_rows_kernel(
 
 
 @triton.jit(**unspecialized("total", "part"))
-def add_rows_kernel(
+def write_rows_kernel(
     total, total_batch, total_head, total_token, total_dim,
     part, part_batch, part_head, part_token, part_dim,
     rows, part_rows, q_len,
-    VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, ROWS: tl.constexpr,
+    ADDS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, ROWS: tl.constexpr,
     ALIGN: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
+    """Copies rows of a part to rows of a total, or adds them if ADDS."""
     these = rows_of_program(rows, part_rows, q_len, ROWS)
     total_strides = (total_batch, total_head, total_token, total_dim)
     part_strides = (part_batch, part_head, part_token, part_dim)
     at = tiles_of_rows(
         total, total_strides, part, part_strides, these, VALUE_DIM, VALUE_DIMS, ALIGN, INDEX
     )
-    tile = tl.load(at.total, mask=at.inside, other=0.0).to(tl.float32)
-    more = tl.load(at.part, mask=at.inside, other=0.0).to(tl.float32)
-    tl.store(at.total, (tile + more).to(total.dtype.element_ty), mask=at.inside)
-
-
-@triton.jit(**unspecialized("total", "part"))
-def copy_rows_kernel(
-    total, total_batch, total_head, total_token, total_dim,
-    part, part_batch, part_head, part_token, part_dim,
-    rows, part_rows, q_len,
-    VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, ROWS: tl.constexpr,
-    ALIGN: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
-    these = rows_of_program(rows, part_rows, q_len, ROWS)
-    total_strides = (total_batch, total_head, total_token, total_dim)
-    part_strides = (part_batch, part_head, part_token, part_dim)
-    at = tiles_of_rows(
-        total, total_strides, part, part_strides, these, VALUE_DIM, VALUE_DIMS, ALIGN, INDEX
-    )
-    tile = tl.load(at.part, mask=at.inside, other=0.0)
+    if ADDS:
+        tile = tl.load(at.total, mask=at.inside, other=0.0).to(tl.float32)
+        tile += tl.load(at.part, mask=at.inside, other=0.0).to(tl.float32)
+    else:
+        tile = tl.load(at.part, mask=at.inside, other=0.0)
     tl.store(at.total, tile.to(total.dtype.element_ty), mask=at.inside)
