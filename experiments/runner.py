@@ -5,6 +5,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def run(cases: Cases, method: Method, record: Record, path: Path, console: Conso
     record.skipped.clear()
     ended, on_gpu = set(), method.device == "cuda"
     known = {(r.implementation, r.family, r.pattern, r.group[:-1]) for r in record.rows}
-    with progress_bar(console) as progress:
+    with progress_bar(console) as progress, ExitStack() as at_end:
         task = progress.add_task("compiling masks", total=None)
 
         def log(text: str) -> None:
@@ -118,6 +119,7 @@ def run(cases: Cases, method: Method, record: Record, path: Path, console: Conso
         # Modules are not garbage. To look through them took longer than to time a call.
         gc.collect()
         gc.freeze()
+        at_end.callback(gc.unfreeze)  # else Triton reports them as leaked when the process ends
         for case in planned:
             known_of_case = case.family, case.problem.label, case.group
             lacking = [c for c in case.implementations if (c, *known_of_case) not in known]

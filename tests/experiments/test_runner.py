@@ -1,5 +1,6 @@
 """Runs of cases: how they go on, how they end, and what the record of them holds."""
 
+import gc
 import json
 from dataclasses import asdict, replace
 from itertools import chain
@@ -151,6 +152,12 @@ def test_the_first_case_warms_up_and_is_measured_again_at_the_end(go, tmp_path, 
     saved = Record.load(tmp_path / "record.json")
     assert saved.complete
     assert (saved.drift, saved.rows) == (drift, record.rows)
+
+
+def test_no_object_is_frozen_after_a_run(go):
+    """Triton would report its objects as leaked when the process ends."""
+    go([CASE], [2.0, 2.0, 2.0])
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_run_that_goes_on_measures_what_it_lacks_and_adds_its_seconds(go):
