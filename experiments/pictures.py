@@ -1,13 +1,15 @@
-"""Shared parts of the pictures of all records."""
+"""Shared parts of the pictures of all records.
+
+Functions import matplotlib, so that programs that draw at the end print their --help at once.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which people who see colours differently can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
@@ -23,7 +25,7 @@ def panels(
     size: tuple[float, float],
     grid: bool = True,
     **options: Any,
-) -> tuple[Figure, Any]:
+) -> tuple["Figure", Any]:
     """A figure, and its axes without upper and right frame: one, or an array of them.
 
     Args:
@@ -32,6 +34,9 @@ def panels(
         grid: Whether there are lines behind the data.
         **options: Those of Figure.subplots.
     """
+    import numpy as np
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(rows, columns, **options)
     for ax in np.ravel(axes):
@@ -53,21 +58,25 @@ def origin(environment: dict) -> str:
     return f"{device}, torch {torch}, {environment['date'][:10]}, {commit}"
 
 
-def octaves(ax: Axes, ticks: Sequence[float], text: Callable[[float], str]) -> None:
+def octaves(ax: "Axes", ticks: Sequence[float], text: Callable[[float], str]) -> None:
     """Makes x logarithmic, with these ticks alone, each named by `text`."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_locator(FixedLocator(list(ticks)))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
 
 
-def plain_values(ax: Axes) -> None:
+def plain_values(ax: "Axes") -> None:
     """Writes the values of y as numbers, on a logarithmic axis too."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
 
 
-def save(figure: Figure, path: Path, suffixes: Sequence[str] = (".png",)) -> list[Path]:
+def save(figure: "Figure", path: Path, suffixes: Sequence[str] = (".png",)) -> list[Path]:
     """Writes a figure to files that differ from `path` in their suffixes; returns their paths."""
     paths = [path.with_suffix(suffix) for suffix in suffixes]
     for each in paths:

@@ -9,16 +9,17 @@ python -m experiments.long_context.plots results/long-context-weak-2-nvidia-h200
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from experiments.instruments import command
 from experiments.long_context.choices import Kind, Way
 from experiments.pictures import ORIGIN, look, octaves, origin, panels, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PREDICTED = "plan, predicted"
 LOOKS: dict[str, dict[str, Any]] = {
@@ -74,7 +75,9 @@ def modelled(predicted: list[dict]) -> dict[tuple[str, str, int], Figures]:
     return lines
 
 
-def _figure(kind: Kind, lines: dict[tuple[str, str, int], Figures]) -> Figure:
+def _figure(kind: Kind, lines: dict[tuple[str, str, int], Figures]) -> "Figure":
+    from matplotlib.lines import Line2D
+
     patterns = list(dict.fromkeys(pattern for pattern, *_ in lines))
     ranks = sorted({count for *_, count in lines})
 
@@ -127,7 +130,7 @@ def _figure(kind: Kind, lines: dict[tuple[str, str, int], Figures]) -> Figure:
     return figure
 
 
-def _dress(ax: Axes, ranks: list[int]) -> None:
+def _dress(ax: "Axes", ranks: list[int]) -> None:
     octaves(ax, ranks, "{:g}".format)
     most = ax.dataLim.y1  # not finite if nothing was measured
     ax.set_ylim(0, 1.08 * most if 0 < most < float("inf") else 1)

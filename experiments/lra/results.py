@@ -10,10 +10,9 @@ of every run, and results/lra-<name>-<device>-curves.png, which is drawn from th
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +20,9 @@ from experiments.cli import RESULTS, Output, Overwrite, output_folder, usage_err
 from experiments.files import RESULT, record_path, shared, write_json
 from experiments.lra.seeds import summary_of
 from experiments.pictures import COLOURS, panels, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CURRICULUM = "curriculum.json"
 
@@ -109,7 +111,7 @@ def draw_curves(record_path: Path) -> Path:
     return save(figure, record_path.with_name(f"{record_path.stem}-curves.png"))[0]
 
 
-def _draw_floors(ax: Axes, floors: dict[str, float]) -> None:
+def _draw_floors(ax: "Axes", floors: dict[str, float]) -> None:
     """Draws floors that are not far above the curves, with names that do not overlap."""
     highest = ax.get_ylim()[1] + 10
     shown = sorted((floor, name) for name, floor in floors.items() if floor <= highest)
@@ -126,7 +128,7 @@ FLOOR_LINE = 0.035  # relative to the height of the picture
 FLOOR_TEXT = {"ha": "left", "va": "center", "fontsize": 7, "color": "#666666"}
 
 
-def _draw_group(ax: Axes, colour: str, label: str, group: dict) -> None:
+def _draw_group(ax: "Axes", colour: str, label: str, group: dict) -> None:
     for number, run in enumerate(group["runs"]):
         steps, accuracies = ([point[n] for point in run["curve"]] for n in (0, 1))
         style = ":" if run["stuck"] else "-"
@@ -136,7 +138,7 @@ def _draw_group(ax: Axes, colour: str, label: str, group: dict) -> None:
     ax.plot([], [], color=colour, label=f"{label}: {in_words(group)}")
 
 
-def _draw_stages(ax: Axes, colour: str, stages: list[dict]) -> None:
+def _draw_stages(ax: "Axes", colour: str, stages: list[dict]) -> None:
     """Marks the first step of each stage of a curriculum, with its name."""
     begin = 0
     for stage in stages:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from experiments import cli
 
 FOLDERS = ("masks", "sparseflash", "experiments")
-SLOW = {"torch", "numba", "lightning", "scipy"}
+SLOW = {"torch", "numba", "lightning", "scipy", "matplotlib"}
 PROGRAMS = (
     *("bench", "speedup", "report"),
     *("instruments.counters", "instruments.power", "instruments.host_time"),
