@@ -90,10 +90,14 @@ def hash_sources(module: str) -> None:
 
 
 def mark(key: str) -> None:
-    """Marks a kernel as compiled, in the folder in which Triton stores it."""
+    """Marks a kernel as compiled, in the folder in which Triton stores it.
+
+    Triton reads kernels from a folder that it cannot write, in which nothing is marked.
+    """
     from triton.runtime.cache import get_cache_manager
 
-    get_cache_manager(key).put("", "compiled", binary=False)
+    with suppress(OSError):
+        get_cache_manager(key).put("", "compiled", binary=False)
 
 
 def is_marked(key: str) -> bool:

@@ -93,7 +93,9 @@ class Workers:
     def start(self, kernels: dict[str, Description]) -> None:
         """Starts processes for kernels that are neither compiled nor being compiled."""
         most = number_of_workers()
-        with self._lock:
+        # If the system has no more processes, or the cache cannot be written, calls compile what
+        # they need.
+        with self._lock, suppress(OSError):
             new = [
                 kernel
                 for key, kernel in kernels.items()
@@ -101,10 +103,7 @@ class Workers:
             ]
             for i in range(min(most, len(new))):
                 share = new[i::most]
-                try:
-                    process = _start(share)
-                except OSError:  # the system has no more processes: calls compile what they need
-                    return
+                process = _start(share)
                 self._processes |= dict.fromkeys([kernel.key for kernel in share], process)
                 # A process that has ended remains in the system until it is waited for.
                 Thread(target=process.wait, daemon=True).start()
@@ -147,12 +146,16 @@ def number_of_workers() -> int:
     """The number of processes that a call may start.
 
     By default one for every four processor threads that this process may use, and at most
-    MAX_WORKERS. The processes that torchrun starts on a host share its threads.
+    MAX_WORKERS. The processes that torchrun starts on a host share its threads. None where
+    `sys.executable` is not an interpreter: in a program that embeds or freezes Python.
     """
+    if not sys.executable or getattr(sys, "frozen", False):
+        return 0
     asked = os.environ.get(VARIABLE)
     if asked is None:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        return min(MAX_WORKERS, len(os.sched_getaffinity(0)) // (4 * ranks))
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+        share = 4 * (int(ranks) if ranks.isdecimal() else 1)
+        return min(MAX_WORKERS, len(os.sched_getaffinity(0)) // max(share, 4))
     if not asked.isdecimal():
         raise ValueError(f"{VARIABLE} must be a number of processes, got {asked!r}")
     return int(asked)

@@ -66,6 +66,17 @@ def test_no_process_is_started_where_the_system_has_none(started, monkeypatch):
     workers.WORKERS.wait({"a"})
 
 
+def test_a_cache_that_cannot_be_written_is_read(monkeypatch, tmp_path):
+    """Folders of images and of other users have kernels, but take no marks."""
+    (tmp_path / "file").touch()  # also root cannot write below a file
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setenv(workers.VARIABLE, "2")
+    monkeypatch.setattr(workers, "_start", None)
+    key = "ab" * 32
+    compile_worker.mark(key)
+    workers.Workers().start(kernels(key))
+
+
 def test_no_process_and_no_description_if_the_number_is_zero(log, monkeypatch):
     monkeypatch.setenv(workers.VARIABLE, "0")
     monkeypatch.setattr(workers, "describe", None)
@@ -84,6 +95,21 @@ def test_the_default_follows_the_processor_threads(threads, ranks, expected, mon
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(workers.os, "sched_getaffinity", lambda process: range(threads))
     assert workers.number_of_workers() == expected
+
+
+@pytest.mark.parametrize("ranks", ["", "many", "0", "-1"])
+def test_a_number_of_ranks_that_is_none_is_not_read(ranks, monkeypatch):
+    monkeypatch.delenv(workers.VARIABLE, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda process: range(16))
+    assert workers.number_of_workers() == 4
+
+
+@pytest.mark.parametrize(("name", "value"), [("executable", None), ("frozen", True)])
+def test_a_program_that_contains_the_interpreter_is_not_started_again(name, value, monkeypatch):
+    monkeypatch.setenv(workers.VARIABLE, "2")
+    monkeypatch.setattr(workers.sys, name, value, raising=False)
+    assert workers.number_of_workers() == 0
 
 
 def test_a_wrong_number_of_processes_is_refused(monkeypatch):
