@@ -8,19 +8,15 @@ ranges of values decide all pairs of some queries and keys, none of these is com
 """
 
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
 from math import gcd
 from operator import add, attrgetter, neg, sub
-from threading import RLock
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from masks._core.narrow import Narrowed, compared, narrowed
 from masks._core.packed import OPERATIONS, PackedFunction, PackedQueries, PackedRows
@@ -33,6 +29,7 @@ from masks._core.ranges import (
     ranges_of_spans,
     square,
 )
+from masks._core.recording import Step, inputs_of, record
 
 # What a value depends on: (a, b), without a common divisor, for the sum a q + b k; a set for the
 # key and the values of the query with these ids; None (PAIR) for the pair.
@@ -82,34 +79,6 @@ def _without_overflow(total: Sum | None) -> Sum | None:
     return total if max(map(abs, factors)) <= MAX_FACTOR and abs(offset) <= MAX_OFFSET else None
 
 
-class _Step(NamedTuple):
-    """A recorded operation."""
-
-    operation: Any
-    arguments: tuple
-    options: dict[str, Any]
-    result: Any
-
-
-class _Recorder(TorchDispatchMode):
-    """Records every operation of torch while it is active."""
-
-    supports_higher_order_operators = True  # torch.cond and the like, else refused
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[_Step] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # so that torch does not import torch._dynamo, which takes a second
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.steps.append(_Step(func, args, kwargs or {}, result))
-        return result
-
-
 class ElementwiseFunction:
     """A function of q, int64 (q_len, 1), and k, int64 (1, k_len), recorded by `record`.
 
@@ -118,26 +87,23 @@ class ElementwiseFunction:
 
     def __init__(self, function: Callable[[Tensor, Tensor], Any]) -> None:
         self.function = function
-        self.steps: list[_Step] = []
+        self.steps: list[Step] = []
         self.dependences: dict[int, Dependence] = {}
         self.sums: dict[int, Sum] = {}
-        self.step_of: dict[int, _Step] = {}  # the step that computes each value
+        self.step_of: dict[int, Step] = {}  # the step that computes each value
         self.bounds: dict[int, Range | None] = {}  # ranges of values for any tokens
         self.values: dict[int, Tensor] = {}  # tabulated values
-        self.pair_steps: list[tuple[_Step, set[int]]] = []  # and the values that each reads last
+        self.pair_steps: list[tuple[Step, set[int]]] = []  # and the values that each reads last
         # For values that are tabulated in one row: the beginning of the row of each query in it.
         self.row_begins: dict[Dependence, Tensor] = {}
         self.token_values: dict[int, Tensor] = {}  # values of the query or the key, as integers
         self.ranges: dict[int, Range | None] = {}  # of values for all tokens
-        self.range_steps: list[_Step] = []  # steps whose results have narrower ranges in a tile
+        self.range_steps: list[Step] = []  # steps whose results have narrower ranges in a tile
 
     def record(self, q: Tensor, k: Tensor) -> Any:
         """Calls the function for a few queries and all keys, and records it."""
-        if not _dynamo_is_loaded():
-            self.function(q, k)  # torch.cond and the like load it
-        with _one_at_a_time, _eager(), _Recorder() as recorder:
-            self.output = self.function(q, k)
-        self.sample_tokens, self.steps = (q, k), recorder.steps
+        self.output, self.steps = record(self.function, q, k)
+        self.sample_tokens = q, k
         return self.output
 
     def prepare(self, q: Tensor, k: Tensor) -> bool:
@@ -171,7 +137,7 @@ class ElementwiseFunction:
             self._narrow()
         read_later = {id(self.output)}
         for step in reversed(self._steps_of(PAIR)):
-            inputs = {id(t) for t in _inputs(step)}
+            inputs = {id(t) for t in inputs_of(step)}
             self.pair_steps.insert(0, (step, inputs - read_later))
             read_later |= inputs
         self.values = {i: value for i, value in self.values.items() if i in read_later}
@@ -182,7 +148,7 @@ class ElementwiseFunction:
         for step in reversed(self.steps):
             if id(step.result) in read:
                 steps.insert(0, step)
-                read |= {id(t) for t in _inputs(step)}
+                read |= {id(t) for t in inputs_of(step)}
         self.steps = steps
 
     def pair_bytes(self) -> int:
@@ -203,7 +169,7 @@ class ElementwiseFunction:
             width: Number of keys, rounded up to whole spans.
         """
         steps = [step for step, _ in self.pair_steps]
-        read = {id(self.output): self.output} | {id(t): t for s in steps for t in _inputs(s)}
+        read = {id(self.output): self.output} | {id(t): t for s in steps for t in inputs_of(s)}
         known = self.values.keys() | {id(step.result) for step in steps}
         if self.k.device.type != "cpu" or any(t.dtype != torch.bool for t in read.values()):
             return None
@@ -276,7 +242,7 @@ class ElementwiseFunction:
         whether it is exact or not.
         """
         steps = {id(step.result): step for step in self._steps_of(PAIR)}
-        reads = Counter(id(t) for step in steps.values() for t in _inputs(step))
+        reads = Counter(id(t) for step in steps.values() for t in inputs_of(step))
         reads[id(self.output)] += 1
         for step in steps.values():
             total, number = step.arguments if len(step.arguments) == 2 else (None, None)
@@ -312,7 +278,7 @@ class ElementwiseFunction:
             if isinstance(replacement, Narrowed) and replacement.range is not None:
                 ranges[id(step.result)] = replacement.range
                 computed[id(step.result)] = replacement.dtype
-            for t in _inputs(step):
+            for t in inputs_of(step):
                 dtype = replacement.dtype if isinstance(replacement, Narrowed) else t.dtype
                 dtypes.setdefault(id(t), set()).add(dtype)
             if replacement is not None:
@@ -352,23 +318,23 @@ class ElementwiseFunction:
             -1, width if keys is None else keys.numel
         )
 
-    def _steps_of(self, dependence: Dependence) -> list[_Step]:
+    def _steps_of(self, dependence: Dependence) -> list[Step]:
         """The steps whose results have this dependence."""
         return [step for step in self.steps if self.dependences[id(step.result)] == dependence]
 
-    def _steps_of_both(self) -> list[_Step]:
+    def _steps_of_both(self) -> list[Step]:
         """The steps whose results depend on the query and on the key."""
         return [s for s in self.steps if self.dependences[id(s.result)] not in (QUERY, KEY)]
 
-    def _read_by(self, steps: list[_Step]) -> set[int]:
+    def _read_by(self, steps: list[Step]) -> set[int]:
         """The ids of what these steps read, and of the output."""
-        return {id(t) for step in steps for t in _inputs(step)} | {id(self.output)}
+        return {id(t) for step in steps for t in inputs_of(step)} | {id(self.output)}
 
-    def _is_elementwise(self, step: _Step) -> bool:
+    def _is_elementwise(self, step: Step) -> bool:
         """Whether a step is elementwise. If so, finds the dependence of its result."""
         if not isinstance(step.operation, OpOverload):  # torch.cond and the like
             return False
-        tags, tensors = step.operation.tags, _inputs(step)
+        tags, tensors = step.operation.tags, inputs_of(step)
         if step.operation._schema.is_mutable or torch.Tag.nondeterministic_seeded in tags:
             return False
         if not isinstance(step.result, Tensor):
@@ -391,7 +357,7 @@ class ElementwiseFunction:
             self.dependences[id(step.result)] = self._dependence(step, dependences)
         return elementwise
 
-    def _dependence(self, step: _Step, dependences: set[Dependence]) -> Dependence:
+    def _dependence(self, step: Step, dependences: set[Dependence]) -> Dependence:
         """The dependence of the result of an elementwise step, from those of its arguments."""
         terms = [self._sum_of(argument) for argument in step.arguments]
         total = None
@@ -410,7 +376,7 @@ class ElementwiseFunction:
         is_small = abs(a) * self.q.numel() + b * self.k.numel() <= MAX_SUMS or max(abs(a), b) == 1
         return (a, b) if is_small else PAIR
 
-    def _with_reduced_arguments(self, step: _Step) -> list[_Step]:
+    def _with_reduced_arguments(self, step: Step) -> list[Step]:
         """The step, after steps that reduce its argument modulo the same number, if that is valid.
 
         It applies to a remainder, or the lowest bits, of sums and products (or bitwise operations)
@@ -430,13 +396,13 @@ class ElementwiseFunction:
                 of_bits and part.operation.overloadpacket in _LOW_BIT_OPERATIONS
             ):
                 return [step]
-            if part.options or {t.dtype for t in (part.result, *_inputs(part))} != {torch.int64}:
+            if part.options or {t.dtype for t in (part.result, *inputs_of(part))} != {torch.int64}:
                 return [step]
-        steps: list[_Step] = []
+        steps: list[Step] = []
         smaller: dict[int, Tensor] = {}
 
         def make(operation: Any, *arguments: Any) -> Tensor:
-            steps.append(_Step(operation, arguments, {}, operation(*arguments)))
+            steps.append(Step(operation, arguments, {}, operation(*arguments)))
             self._add_step(steps[-1])
             return steps[-1].result
 
@@ -451,17 +417,17 @@ class ElementwiseFunction:
             return [step]
         return [*steps, step._replace(arguments=(reduced(value), *step.arguments[1:]))]
 
-    def _add_step(self, step: _Step) -> None:
+    def _add_step(self, step: Step) -> None:
         self.step_of[id(step.result)] = step
         self.bounds[id(step.result)] = _range_of_result(step, self.bounds)
 
-    def _pair_steps_of(self, value: Tensor) -> list[_Step]:
+    def _pair_steps_of(self, value: Tensor) -> list[Step]:
         """The steps of pairs from which a value is computed, in their order."""
         steps, read = [], {id(value)}
         for i, step in reversed(self.step_of.items()):
             if i in read and self.dependences.get(i, CONSTANT) is PAIR:
                 steps.insert(0, step)
-                read |= {id(t) for t in _inputs(step)}
+                read |= {id(t) for t in inputs_of(step)}
         return steps
 
     def _sum_of(self, argument: Any) -> Sum | None:
@@ -531,10 +497,10 @@ class ElementwiseFunction:
             tables = [torch.cat(rows).flatten() for rows in zip(*parts, strict=True)]
             self.values |= dict(zip(stored, tables, strict=True))
 
-    def _query_values_of(self, step: _Step) -> frozenset[int] | None:
+    def _query_values_of(self, step: Step) -> frozenset[int] | None:
         """The values of the query through which a step of pairs depends on it, or None."""
         query_values = set()
-        for tensor in _inputs(step):
+        for tensor in inputs_of(step):
             dependence = self.dependences.get(id(tensor), CONSTANT)
             if dependence == QUERY:
                 query_values.add(id(tensor))
@@ -556,7 +522,7 @@ class ElementwiseFunction:
         self.row_begins[dependence] = row * self.k.numel()
         return torch.empty_like(queries[:count]).scatter_(0, row, queries)
 
-    def _replay(self, values: dict[int, Tensor], steps: list[_Step]) -> None:
+    def _replay(self, values: dict[int, Tensor], steps: list[Step]) -> None:
         """Runs steps, and adds their results to `values`."""
         for step in steps:
             dtype = step.operation.dtype if isinstance(step.operation, Narrowed) else None
@@ -599,22 +565,7 @@ def _rows_at_equal_steps(value: Tensor, begins: Tensor, first: int, width: int) 
     return value.as_strided((len(begin) if step else 1, width), (step, 1), int(begin[0]) + first)
 
 
-_one_at_a_time = RLock()  # the stance of the compiler is that of all threads
-
-
-def _dynamo_is_loaded() -> bool:
-    return "torch._dynamo" in sys.modules
-
-
-def _eager() -> AbstractContextManager:
-    """Keeps torch.cond and the like from compiling, which fails under a dispatch mode."""
-    if _dynamo_is_loaded() and not torch.compiler.is_compiling():
-        with suppress(RuntimeError):  # in a function that is being compiled
-            return torch.compiler.set_stance("force_eager")
-    return nullcontext()
-
-
-def _modulus(step: _Step) -> int | None:
+def _modulus(step: Step) -> int | None:
     """The modulus of a remainder, or of a bitwise `and` that keeps the lowest bits, else None."""
     number = step.arguments[1] if len(step.arguments) == 2 else None
     if not isinstance(number, int) or number == 0:
@@ -625,7 +576,7 @@ def _modulus(step: _Step) -> int | None:
     return 1 << number.bit_length() if is_and else None
 
 
-def _rule_of_ranges(step: _Step) -> Callable[..., Any] | None:
+def _rule_of_ranges(step: Step) -> Callable[..., Any] | None:
     """The function from the ranges of the arguments of a step to that of its result, or None."""
     packet = step.operation.overloadpacket
     if packet is _aten.mul and step.arguments[0] is step.arguments[1]:
@@ -633,7 +584,7 @@ def _rule_of_ranges(step: _Step) -> Callable[..., Any] | None:
     return RULES.get(step.result.dtype, {}).get(packet)
 
 
-def _range_of_result(step: _Step, ranges: dict[int, Range | None]) -> Range | None:
+def _range_of_result(step: Step, ranges: dict[int, Range | None]) -> Range | None:
     """The range of the result of a step; None if it is unknown or may wrap around."""
     rule = _rule_of_ranges(step)
     inputs = _ranges_of(step.arguments, ranges)
@@ -643,10 +594,3 @@ def _range_of_result(step: _Step, ranges: dict[int, Range | None]) -> Range | No
 
 def _ranges_of(arguments: tuple, ranges: dict[int, Range | None]) -> list[Range | None]:
     return [range_of_number(a) or ranges.get(id(a)) for a in arguments]
-
-
-def _inputs(step: _Step) -> list[Tensor]:
-    """The tensors among the arguments of a step, also in lists."""
-    arguments = [*step.arguments, *step.options.values()]
-    flat = [a for item in arguments for a in (item if isinstance(item, (list, tuple)) else [item])]
-    return [argument for argument in flat if isinstance(argument, Tensor)]
