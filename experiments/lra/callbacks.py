@@ -208,7 +208,9 @@ class Deadline(Checkpoint):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Learner, outputs: dict, batch: Batch, batch_idx: int
     ) -> None:
-        if self.at is None or trainer.should_stop or trainer.global_step % self.every:
+        if self.at is None or trainer.should_stop or not ends_step(trainer, batch_idx):
+            return
+        if trainer.global_step % self.every:
             return
         # All processes stop at the same step.
         if trainer.strategy.reduce_boolean_decision(time.time() >= self.at, all=False):
@@ -245,6 +247,8 @@ class Interruption(Checkpoint):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Learner, outputs: dict, batch: Batch, batch_idx: int
     ) -> None:
+        if not ends_step(trainer, batch_idx):
+            return
         stops = self.asked
         if trainer.world_size > 1:
             looks = trainer.global_step % self.every == 0
@@ -265,6 +269,11 @@ class Interruption(Checkpoint):
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
             self._before = None
+
+
+def ends_step(trainer: L.Trainer, batch_idx: int) -> bool:
+    """Whether a batch is the last one of a step; a checkpoint has no gradients."""
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
 
 
 def save_last(trainer: L.Trainer) -> Path:

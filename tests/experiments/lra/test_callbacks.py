@@ -2,6 +2,7 @@
 
 import json
 import signal
+from contextlib import suppress
 
 import pytest
 import torch
@@ -88,9 +89,9 @@ class Interrupting(Callback):
         self.step, self.times = step, times
 
     def on_train_batch_start(self, trainer, *_):
-        if trainer.global_step == self.step:
-            for _ in range(self.times):
-                signal.raise_signal(signal.SIGINT)
+        while trainer.global_step == self.step and self.times > 0:
+            self.times -= 1
+            signal.raise_signal(signal.SIGINT)
 
 
 @pytest.fixture
@@ -111,6 +112,20 @@ def test_an_interrupted_run_goes_on_with_the_same_losses(tmp_path):
     last = tmp_path / "cut" / "checkpoints" / "last.ckpt"
     rest = fit(tmp_path / "cut", Interruption(), ckpt_path=last)[3]
     assert {**losses.values, **rest} == whole
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("ends", [[Deadline(at=0, every=1)], [Interruption(), Interrupting(0)]])
+def test_a_run_ends_with_the_last_batch_of_a_step(tmp_path, ends):
+    """The gradients of the batches before it are in no checkpoint."""
+    training = {"accumulate_grad_batches": 3}
+    whole = fit(tmp_path / "whole", steps=4, training=training)[1].state_dict()
+    with suppress(SystemExit):
+        fit(tmp_path / "cut", *ends, steps=4, training=training)
+    last = tmp_path / "cut" / "checkpoints" / "last.ckpt"
+    assert read_checkpoint(last)["global_step"] == 1
+    resumed = fit(tmp_path / "cut", steps=4, training=training, ckpt_path=last)[1].state_dict()
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
 @pytest.mark.usefixtures("interruptible")
