@@ -41,7 +41,11 @@ class TrainingModule(L.LightningModule):
             torch.get_device_module(self.device).manual_seed(seed)
 
     def adamw(self, parameters, **options) -> AdamW:
-        """AdamW in one kernel, which skips the step itself if a gradient is not finite."""
+        """AdamW in one kernel.
+
+        With the scaled losses of float16 it skips a step itself if a gradient is not finite. In
+        other precisions such a step makes weights NaN, as with any AdamW.
+        """
         optimizer = AdamW(parameters, **options, fused=True)
         if self.trainer.gradient_clip_val:
             # Lightning must divide the gradients by the scale of float16 before it clips them, and

@@ -96,6 +96,8 @@ class Learner(TrainingModule):
             raise ValueError(
                 "mask_black must be false with objective.pixels, which predicts black pixels too"
             )
+        if not (objective.labels or objective.pixels):
+            raise ValueError("objective must have a weight of labels or of pixels, got 0 for both")
         self.passes = passes
         self.task, self.optimizer, self.objective, self.seed = task, optimizer, objective, seed
         self.classifier = Classifier(encoder, task.shape)

@@ -130,6 +130,12 @@ def test_a_run_of_an_optimizer_that_is_not_fused_goes_on(tmp_path, clip):
     assert rest.items() <= whole.items()
 
 
+def test_an_objective_without_a_loss_is_refused():
+    objective = ObjectiveConfig(labels=0.0, traces=1.0)
+    with pytest.raises(ValueError, match="weight of labels or of pixels, got 0"):
+        Learner(Majority(), ENCODER, OptimizerConfig(), objective)
+
+
 def after_peak(step):
     """torch's onecycle of 101 steps, a tenth of them to warm up: its peak is at 9.1."""
     return 1 - (1 - 4e-6) * (step - 9.1) / 90.9
