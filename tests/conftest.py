@@ -28,6 +28,7 @@ if not HAS_GPU:
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["SPARSEFLASH_COMPILE_WORKERS"] = "0"
 
 # The time of one example says nothing on a shared machine.
 settings.register_profile("sparseflash", deadline=None)

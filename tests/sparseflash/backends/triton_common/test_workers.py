@@ -1,12 +1,16 @@
 """Processes that compile kernels for calls that may follow."""
 
+import io
+import json
 import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import triton
 from triton import knobs
+from triton.runtime import driver
 
 from sparseflash.backends.triton_common import compile_worker, launcher, workers
 
@@ -162,6 +166,17 @@ def test_a_call_compiles_its_kernels_and_processes_those_of_others(started, log,
     assert (own.compiled, other.compiled, key != own_key) == (True, False, True)
     assert log.awaited == [({own_key}, False)], "it waits before it compiles"
     assert knobs.runtime.jit_cache_hook is None
+
+
+def test_a_process_gives_way_to_others(monkeypatch):
+    found = []
+    job = {"path": sys.path, "target": ("cuda", 90, 32), "kernels": []}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(job) + "\n"))
+    monkeypatch.setattr(compile_worker.os, "nice", found.append)
+    monkeypatch.setattr(compile_worker, "_skip_packages", lambda root: None)
+    monkeypatch.setattr(driver, "set_active", lambda active: None)
+    compile_worker.main()
+    assert found == [compile_worker.NICE]
 
 
 def test_a_score_function_is_not_sent_to_another_process(log):
