@@ -96,7 +96,7 @@ def simulation(
         importlib.import_module(f"{PREFIX}passes")
         if missing := finder.bugs.keys() - finder.loaded:
             raise LookupError(f"no kernel imports {missing}")
-        vars(importlib.import_module(f"{PREFIX}configs")).update(MIN_FUSED_BLOCKS=0)
+        vars(importlib.import_module(f"{PREFIX}configs")).update(MIN_FUSED_BLOCKS={64: 0, 128: 0})
         hopper._passes.cache_clear()
         try:
             yield

@@ -104,8 +104,10 @@ MIN_COVERAGE_OF_64 = {
     128: {16: 0.35, 32: 0.52},
 }
 # The fused backward kernel is faster than the two others if a block row of keys has at least this
-# many blocks on average: it is at 8, and is not at 6.
-MIN_FUSED_BLOCKS = 7
+# many blocks on average, by tile width. The sums of dQ in float32 pass through memory. So at 128
+# dims an H100, whose memory has 0.7 of the bandwidth of an H200's, needs twice as many.
+MIN_FUSED_BLOCKS = {64: 6, 128: 7}
+FUSED_BLOCKS_FACTOR_OF_H100 = {64: 1, 128: 2}
 # Tile widths of the fused kernel by whether there is dropout. Registers do not suffice for others.
 FUSED_WIDTHS = {False: (64, 128), True: (64,)}
 MIN_TILE_WIDTH = 64

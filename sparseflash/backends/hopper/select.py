@@ -2,7 +2,7 @@
 
 import math
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 
 import torch
@@ -166,7 +166,15 @@ def uses_fused_backward(table: LookupTable, spec: AttentionSpec) -> bool:
     if spec.softcap is not None or spec.score is not None or spec.bias:
         return False  # the initial accumulator of S^T is LSE there, and no registers are left
     blocks = table.by_key.mean_blocks
-    return blocks is not None and blocks >= configs.MIN_FUSED_BLOCKS
+    least = configs.MIN_FUSED_BLOCKS[width]
+    if _is_h100(table.device):
+        least *= configs.FUSED_BLOCKS_FACTOR_OF_H100[width]
+    return blocks is not None and blocks >= least
+
+
+@cache
+def _is_h100(device: torch.device) -> bool:
+    return device.type == "cuda" and "H100" in torch.cuda.get_device_name(device)
 
 
 def compiled_for(spec: AttentionSpec, table: LookupTable) -> tuple[bool, ...]:

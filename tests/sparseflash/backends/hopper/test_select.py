@@ -62,6 +62,26 @@ def test_serves_values_of_other_dims(head_dim, value_dim):
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "blocks", "h100", "fused"),
+    [
+        (64, 5, False, False),
+        (64, 6, False, True),
+        (64, 6, True, True),
+        (128, 6, False, False),
+        (128, 7, False, True),
+        (128, 13, True, False),
+        (128, 14, True, True),
+    ],
+)
+def test_rows_with_few_blocks_have_two_backward_kernels(
+    head_dim, blocks, h100, fused, monkeypatch
+):
+    monkeypatch.setattr(hopper_select, "_is_h100", lambda device: h100)
+    spec = spec_like(head_dim=head_dim, deterministic=False)
+    assert uses_fused_backward(masks.full()(128 * blocks).table(), spec) == fused
+
+
+@pytest.mark.parametrize(
     ("head_dim", "value_dim", "words"),
     [
         (128, 136, "value_dim is 136, needs at most 128, or a head_dim above 128"),
@@ -292,7 +312,7 @@ def test_auto_skips_tiles_that_are_hardly_covered(large, small, change, words):
 def test_one_kernel_of_all_gradients_is_taken_where_it_pays_and_is_allowed():
     allowed = spec_like(deterministic=False)
     assert hopper.auto_skip(allowed, MASK) == []
-    many, few = (masks.full()(128 * blocks).table() for blocks in (7, 6))
+    many, few = (masks.full()(128 * blocks).table() for blocks in (7, 4))
     assert uses_fused_backward(many, allowed)
     call = Call(Plan(allowed, hopper, many))
     assert "no fixed order" in hopper.describe(call, MASK, QUERY, QUERY, QUERY)["backward"]
@@ -363,7 +383,7 @@ assert hopper.why_not(None, None) == ["triton is not installed"]
 
 def test_the_blocks_that_count_for_one_kernel_are_those_of_a_row_of_keys():
     allowed = spec_like(deterministic=False)
-    tall, wide = (masks.full()(n, 128).table() for n in ((3072, 768), (768, 3072)))
+    tall, wide = (masks.full()(n, 128).table() for n in ((3072, 512), (512, 3072)))
     assert uses_fused_backward(tall, allowed)
     assert not uses_fused_backward(wide, allowed)
     chosen_there = masks.DynamicMask.from_blocks(torch.ones(24, 24) > 0).table()

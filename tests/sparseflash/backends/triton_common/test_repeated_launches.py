@@ -266,7 +266,7 @@ def test_arguments_of_repeated_launches_are_those_of_new_ones(
 ):
     monkeypatch.setattr(plan, "select_passes", lambda spec, mask: (backend, backend))
     choices = random.Random(request.config.option.seed)
-    monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", 0)
+    monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", {64: 0, 128: 0})
     for number, mask in enumerate(some_masks):
         calls = Calls(backend, mask, choices, plain=number == 0)
         for _ in range(STEPS):
