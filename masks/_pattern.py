@@ -44,7 +44,7 @@ class Pattern(Handled):
     recipe: "Recipe | None" = field(default=None, repr=False)
     block_size: tuple[int, int] = DEFAULT_SIZE
     _identity: str = field(init=False, repr=False)
-    _chosen_size: bool = field(init=False, repr=False)
+    _has_own_size: bool = field(init=False, repr=False)
 
     def __call__(
         self,
@@ -69,7 +69,7 @@ class Pattern(Handled):
         size = self.block_size if block_size is None else block_size
         with untraced():
             mask = self.build(Grid.of(seq_len, size, device))
-        if block_size is None and size == DEFAULT_SIZE and not self._chosen_size:
+        if block_size is None and size == DEFAULT_SIZE and not self._has_own_size:
             mask.cache[OF_DEFAULT_SIZE] = True
         return mask
 
@@ -122,7 +122,7 @@ class Pattern(Handled):
         made_by = self.handle if self.recipe is None else _digestible(self.recipe)
         digest = hashlib.sha256(repr((made_by, self.block_size)).encode()).hexdigest()
         self.__dict__["_identity"] = digest
-        self.__dict__["_chosen_size"] = self.recipe is not None and _has_chosen_size(self.recipe)
+        self.__dict__["_has_own_size"] = self.recipe is not None and _has_chosen_size(self.recipe)
 
     def __reduce__(self):
         package = import_module("masks")  # its JSON is a layer above this one
@@ -213,7 +213,7 @@ def _has_chosen_size(recipe: Recipe) -> bool:
         return True
     values = recipe.arguments.values()
     parts = [part for x in values for part in (x if isinstance(x, (list, tuple)) else (x,))]
-    return any(isinstance(part, Pattern) and part._chosen_size for part in parts)
+    return any(isinstance(part, Pattern) and part._has_own_size for part in parts)
 
 
 BUILTIN: dict[str, Callable[..., Pattern]] = {}

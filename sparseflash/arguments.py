@@ -16,6 +16,7 @@ FULL = full()
 # By the tensor that owns the memory, and then by what a view of it shows: the least and the
 # largest of lengths on a GPU, and how often they had been changed in place.
 _RANGES: MutableMapping[Tensor, dict[Hashable, tuple[int, int, int]]] = WeakIdKeyDictionary()
+MAX_VIEWS = 64  # of one tensor, whose ranges are kept
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The function that makes a mask from an object of another type. This BlockMask is FlexAttention's.
 _MAKERS = {
@@ -147,12 +148,13 @@ def lengths_in_range(lengths: Tensor | None, k_len: int, device: torch.device) -
         return None
     on_gpu = lengths.is_cuda or device.type == "cuda"
     capturing = on_gpu and torch.cuda.is_current_stream_capturing()
-    remembered = lengths.is_cuda and capturing
-    if not remembered:
-        least, largest, remembered = _range_of(lengths)
+    if lengths.is_cuda and capturing:
+        read_now = False  # nothing can be read
+    else:
+        least, largest, read_now = _range_of(lengths)
         if not 0 <= least <= largest <= k_len:
             raise ValueError(f"key_lengths must be 0 to {k_len}, got {lengths.tolist()}")
-    if remembered:  # something that torch does not count may have written other lengths since
+    if not read_now:  # something that torch does not count may have written other lengths since
         lengths = lengths.clamp(0, k_len)
     lengths = lengths.to(torch.int32)
     if device.type == "cuda" and not lengths.is_cuda:
@@ -166,7 +168,7 @@ def lengths_in_range(lengths: Tensor | None, k_len: int, device: torch.device) -
 
 
 def _range_of(lengths: Tensor) -> tuple[int, int, bool]:
-    """The least and the largest of some lengths, and whether they were read earlier.
+    """The least and the largest of some lengths, and whether they were read by this call.
 
     To read lengths on a GPU, the host waits for it. So they are read once, by the first of the
     layers that share them, and again after a change in place that torch counts. Equal views of one
@@ -174,17 +176,19 @@ def _range_of(lengths: Tensor) -> tuple[int, int, bool]:
     """
     if not lengths.is_cuda or lengths.is_inference():
         numbers = lengths.tolist()
-        return min(numbers, default=0), max(numbers, default=0), False
+        return min(numbers, default=0), max(numbers, default=0), True
     owner = lengths if lengths._base is None else lengths._base
     view = lengths.dtype, lengths.storage_offset(), lengths.shape, lengths.stride()
     ranges, version = _RANGES.setdefault(owner, {}), lengths._version
     if view in ranges:
         least, largest, version_then = ranges[view]
         if version_then == version:
-            return least, largest, True
+            return least, largest, False
+    if len(ranges) == MAX_VIEWS:
+        ranges.clear()
     numbers = lengths.tolist()
     ranges[view] = min(numbers, default=0), max(numbers, default=0), version
-    return *ranges[view][:2], False
+    return *ranges[view][:2], True
 
 
 def checked_mask(mask: AnyMask | None) -> AnyMask:

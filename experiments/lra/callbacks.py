@@ -68,7 +68,7 @@ class Averaged(WeightAveraging):
             trainer.strategy.model_to_device()  # where the average is then, too
         super().setup(trainer, pl_module, stage)
         if self._average_model is not None:
-            # Each update reads it.
+            # The number of updates stays on the CPU, because each update reads it as a number.
             self._average_model.n_averaged = self._average_model.n_averaged.cpu()
 
     def on_load_checkpoint(

@@ -106,7 +106,7 @@ class Learner(TrainingModule):
         # Predicts contour labels.
         self.trace = nn.Linear(encoder.dim, TRACES) if objective.traces else None
         classes = task.shape.classes
-        # Validation of their arguments waits for the device; cross_entropy checks labels, too.
+        # Validation of their arguments would wait for the device.
         self.accuracy = MulticlassAccuracy(classes, average="micro", validate_args=False)
         self.confusion = MulticlassConfusionMatrix(classes, validate_args=False)
         if init_from is not None:

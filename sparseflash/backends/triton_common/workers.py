@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from threading import Lock, Thread, get_ident
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ VARIABLE = "SPARSEFLASH_COMPILE_WORKERS"
 # The file is run by its path, because its package imports torch.
 RUN_WORKER = "import runpy, sys; runpy.run_path(sys.argv[1])['main']()"
 MAX_WORKERS = 6  # two masks differ by that many kernels at most
-MAX_WAIT = 120  # seconds; a kernel takes 3 to 5 on a core that nothing else uses
+MAX_WAIT = 30  # seconds; a kernel takes 3 to 5 on a core that nothing else uses
 
 
 class Description(NamedTuple):
@@ -111,11 +112,12 @@ class Workers:
     def wait(self, keys: set[str]) -> None:
         """Waits until the processes that compile these kernels have ended.
 
-        After MAX_WAIT seconds the call compiles them itself.
+        After MAX_WAIT seconds in all the call compiles them itself.
         """
+        end = time.monotonic() + MAX_WAIT
         for key in keys & {*self._processes}:
             with suppress(subprocess.TimeoutExpired):
-                self._processes[key].wait(MAX_WAIT)
+                self._processes[key].wait(max(0, end - time.monotonic()))
 
     def stop(self) -> None:
         """Ends all processes."""

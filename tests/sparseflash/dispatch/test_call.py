@@ -13,7 +13,7 @@ import masks
 import sparseflash
 from masks.registry import MAX_ENTRIES
 from sparseflash import backends
-from sparseflash.arguments import lengths_in_range
+from sparseflash.arguments import _RANGES, MAX_VIEWS, lengths_in_range
 from sparseflash.backends import cpu
 from sparseflash.dispatch.call import empty_like
 from sparseflash.dispatch.plan import _compiled, find_plan, fixed_block_sizes
@@ -234,6 +234,10 @@ def test_lengths_on_a_gpu_are_read_once_and_after_each_change(monkeypatch):
     batch[0, 0] = 11
     with pytest.raises(ValueError, match=r"must be 0 to 10, got \[11, 10\]"):
         lengths_in_range(batch[0], 10, device)
+    long = torch.full((2 * MAX_VIEWS,), 10).as_subclass(OnGpu)
+    for i in range(len(long)):  # other views of one tensor in each step
+        lengths_in_range(long[i : i + 1], 10, device)
+    assert len(_RANGES[long[:1]._base]) <= MAX_VIEWS
     with torch.inference_mode():
         lengths, read[:] = torch.tensor([3, 10]).as_subclass(OnGpu), []
     for _ in range(2):
