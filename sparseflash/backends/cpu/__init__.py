@@ -50,5 +50,7 @@ def describe(call: Call, mask, query, key, value) -> dict[str, str]:
     verb = "merged" if tile > own else "split"
     described = {} if tile == own else {"tiles": f"{tile}, {verb} from blocks of {own}"}
     if attended_runs(call.plan):
-        described["forward"] = "torch's attention of the keys that every query attends"
+        described["forward"] = (
+            "torch's attention of the keys that every query attends, if no gradient is needed"
+        )
     return described

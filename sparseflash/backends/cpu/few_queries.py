@@ -1,9 +1,9 @@
 """The forward pass of a few queries that attend the same keys, such as one query that is decoded.
 
-No pair of these queries and keys is masked. So torch's own attention computes the result, in one
-operation instead of a dozen, of a view of the keys if they are consecutive. It adds in the dtype
-of the inputs, as passes.forward does in float32 and float64. For inputs of 16 bits it rounds P,
-which passes.forward does not, so such calls are left to that.
+No pair of these queries and keys is masked, and no gradient is needed. So torch's own attention
+computes the result, in one operation instead of a dozen, of a view of the keys if they are
+consecutive. It adds in the dtype of the inputs, as passes.forward does in float32 and float64. For
+inputs of 16 bits it rounds P, which passes.forward does not, so such calls are left to that.
 """
 
 import torch
@@ -25,6 +25,10 @@ Runs = list[tuple[int, int]]  # of consecutive keys, [begin, end) in tokens
 @without_autocast
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of a call; None if this module does not compute it."""
+    if any(x.requires_grad for x in (query, key, value)):
+        # A backward pass computes P again and needs the LSE of equal scores. Those of torch are
+        # rounded in another way, which large scores show.
+        return None
     runs = attended_runs(call.plan)
     if runs and call.key_lengths is not None:
         length, *others = set(call.key_lengths.tolist())

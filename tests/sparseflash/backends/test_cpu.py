@@ -14,7 +14,9 @@ from sparseflash.backends import cpu
 from sparseflash.backends.cpu import few_queries, plan
 from sparseflash.backends.cpu.workspace import Workspace
 from sparseflash.dispatch.autograd import run
+from sparseflash.reference import standard_attention
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
+from sparseflash.testing.error_budget import assert_close_to_reference
 from tests.helpers.calls import call_on, plan_of, spec_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -312,6 +314,20 @@ def is_one_operation(inputs, mask, **options) -> bool:
     return few_queries.forward(call, query, key, value) is not None
 
 
+def check_one_operation(dense, inputs, block_size=16, **options):
+    """Checks the results of a call that needs no gradient, and one that does."""
+    tensors, mask = inputs[:3], mask_of(dense, block_size)
+    assert is_one_operation(inputs, mask, **options)
+    actual = attention_with(mask, **options)(*tensors)
+    exact, eager = (
+        standard_attention(*(x.to(dtype) for x in tensors), dense, dtype=dtype, **options)
+        for dtype in (torch.float64, tensors[0].dtype)
+    )
+    for name, *results in zip(("out", "lse"), actual, exact, eager, strict=True):
+        assert_close_to_reference(*results, dtype=tensors[0].dtype, name=name)
+    check(dense, inputs, block_size, **options)
+
+
 @pytest.mark.parametrize("q_len", [1, 7, 16])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("runs", [[(0, 150)], [(37, 38)], [(0, 33), (60, 61), (149, 150)]])
@@ -320,8 +336,7 @@ def test_few_queries_of_the_same_keys(q_len, kv_heads, runs, strides):
     inputs = make_inputs(2, 4, q_len, 150, 8, kv_heads=kv_heads, strides=strides)
     dense = same_keys(q_len, 150, *runs)
     for options in ({}, {"key_lengths": torch.tensor([61, 61]), "scale": 0.7}):
-        assert is_one_operation(inputs, mask_of(dense, 32), **options)
-        check(dense, inputs, 32, **options)
+        check_one_operation(dense, inputs, 32, **options)
 
 
 @pytest.mark.parametrize("name", ["key", "value"])
@@ -329,8 +344,7 @@ def test_few_queries_of_keys_in_rows_that_overlap(name):
     inputs = list(make_inputs(1, 2, 1, 40, 8))
     inputs[("key", "value").index(name) + 1] = torch.randn(1, 2, 86).unfold(2, 8, 2)
     dense = same_keys(1, 40, (3, 30))
-    assert is_one_operation(inputs, mask_of(dense))
-    check(dense, inputs)
+    check_one_operation(dense, inputs)
 
 
 def test_few_queries_of_no_key_or_of_scores_of_minus_infinity():
@@ -367,6 +381,15 @@ def test_other_calls_of_few_queries_are_batched_products():
         assert not is_one_operation(inputs, mask)
     inputs = make_inputs(2, 2, 17, 40, 8)
     assert not is_one_operation(inputs, mask_of(same_keys(17, 40, (0, 40))))
+
+
+@pytest.mark.parametrize("name", range(3))
+def test_few_queries_whose_gradients_are_needed_are_batched_products(name):
+    inputs = make_inputs(1, 2, 1, 40, 8)
+    mask = mask_of(same_keys(1, 40, (0, 40)))
+    assert is_one_operation(inputs, mask)
+    inputs[name].requires_grad_()
+    assert not is_one_operation(inputs, mask)
 
 
 def test_decoding_copies_no_keys(monkeypatch):
@@ -503,7 +526,7 @@ def test_decoding_starts_few_operations_of_torch():
     torch.testing.assert_close(attend(), expected)
     assert operations(attend) <= 35
     text = str(sparseflash.explain(query, key, value))
-    assert "torch's attention of the keys that every query attends" in text
+    assert "torch's attention of the keys that every query attends, if no gradient" in text
 
 
 def test_a_row_of_few_queries_is_not_divided():
