@@ -16,7 +16,7 @@ FULL = full()
 # By the tensor that owns the memory, and then by what a view of it shows: the least and the
 # largest of lengths on a GPU, and how often they had been changed in place.
 _RANGES: MutableMapping[Tensor, dict[Hashable, tuple[int, int, int]]] = WeakIdKeyDictionary()
-MAX_VIEWS = 64  # of one tensor, whose ranges are kept
+MAX_VIEWS = 64  # of one tensor, whose ranges are cached
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The function that makes a mask from an object of another type. This BlockMask is FlexAttention's.
 _MAKERS = {
