@@ -65,8 +65,8 @@ def context_parallel_attention(
     The result equals that of a single process up to rounding: the mask, key lengths, dropout,
     score functions and biases refer to positions in the whole sequence. On GPUs, calls with
     dropout, a score function or a bias run on the backend triton; hopper refuses them. All ranks
-    of the group must call the function, in the same order, and all must run the backward pass if
-    one of them does.
+    of the group must call the function, in the same order, with equal options, and with the same
+    ones of bias, key_lengths and mask. All must run the backward pass if one of them does.
 
     If the plan has one round, the fetched keys and values are saved for the backward pass. If it
     has several, they are fetched again, and at most the keys and values of two rounds are in

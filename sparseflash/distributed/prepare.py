@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from masks import BlockMask, DynamicMask, MaskBatch
+from masks import BlockMask, DynamicMask, MaskBatch, full
 from masks.registry import Cache
 from sparseflash import arguments
 from sparseflash.dispatch.call import Call, Plan, Positions
@@ -58,6 +58,9 @@ class Prepared:
     def facts(self, query: Tensor, key: Tensor) -> dict[str, Any]:
         """Properties of the call that must be equal on all ranks, by name."""
         return {
+            "options": repr(AttentionOptions(**self.options)),
+            # A plan in place is another one for calls with these arguments.
+            "split, which bias, key_lengths and mask choose,": self.plan.split,
             "plan": self.plan.digest,
             "batch, heads and head_dim of query": (*query.shape[:2], query.shape[3]),
             "heads of key": key.shape[1],
@@ -67,7 +70,6 @@ class Prepared:
             or arguments.requires_gradient(self.value),
             # That of shared rows is summed over all ranks.
             "gradient of query": len(self.plan.shared) > 0 and arguments.requires_gradient(query),
-            "options": repr(AttentionOptions(**self.options)),
         }
 
     def check_backend(self) -> None:
@@ -114,7 +116,9 @@ class Prepared:
         part = self.part
         received = part.rounds[0].mask if part.rounds else None
         every = self._in_place_call(masks.every, masks.order)
-        if every is not None and not every.plan.backend.computes_in_place(every.spec):
+        # A rank whose rows attend nothing must decide as the others do.
+        decisive = every or self._in_place_call(self._dense_mask(), None)
+        if not (decisive and decisive.plan.backend.computes_in_place(decisive.spec)):
             return None
         return InPlaceCalls(
             ready=self._in_place_call(masks.ready, None, skips_empty_rows=True),
@@ -123,6 +127,12 @@ class Prepared:
             own=self._in_place_call(part.mask, None),
             received=self._in_place_call(received, masks.received_order),
         )
+
+    def _dense_mask(self) -> BlockMask:
+        """A mask of own queries and one block of keys, which they attend."""
+        block_size = self.plan.mask.block_size
+        lengths = (self.query.shape[2], block_size[1])
+        return full()(lengths, block_size, device=self.query.device)
 
     def _in_place_call(
         self, mask: BlockMask | None, order: Tensor | None, skips_empty_rows: bool = False

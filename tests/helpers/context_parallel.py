@@ -116,6 +116,18 @@ def errors_in_place(
     return found, computed.call_count
 
 
+def errors_of_a_rank_that_attends_nothing(
+    rank: int, split: str, otherwise: tuple[str, int]
+) -> dict[str, float]:
+    """`errors` where only rows of the first rank attend any key, on the backend of CPUs."""
+    blocks = torch.zeros(WHOLE // BLOCK, WHOLE // BLOCK, dtype=torch.bool)
+    blocks[:3, 1::2] = True  # own keys of the first rank and others
+    mask = BlockMask.from_blocks(blocks, block_size=BLOCK, seq_len=WHOLE)
+    plan = make_plan(mask, dist.get_world_size(), "contiguous", split=split, shared_rows=())
+    plan = replace(plan, otherwise=otherwise)
+    return _errors(rank, plan, (mask, None), inputs(torch.float64, DIMS, WHOLE), {})
+
+
 def errors_with_filled_memory(rank: int, mask_name: str, split: str) -> dict[str, float]:
     """`errors` where memory that is not written holds NaN. All rows of a butterfly wait."""
     torch.use_deterministic_algorithms(True)  # then torch.empty fills memory
@@ -703,6 +715,22 @@ def refused(rank: int, what: str) -> str:
         context_parallel_attention(*own, plan, softcap=softcap, check=what != "unchecked")
     except (ValueError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refused_in_place(rank: int, what: str) -> str:
+    """The error of a call that only rank 1 cannot compute in place."""
+    mask = mask_of("butterfly", WHOLE)
+    plan = make_plan(mask, dist.get_world_size(), "contiguous", split="in place", shared_rows=())
+    own = [plan.shard(x, rank, 2) for x in inputs(torch.float64, DIMS, WHOLE)[:3]]
+    arguments: dict[str, Any] = {"key_lengths": torch.tensor([WHOLE, 77])}
+    if what == "options":
+        arguments = {"dropout_p": 0.5, "seed": 1}
+    with in_place_on_cpus():
+        try:
+            context_parallel_attention(*own, plan, **(arguments if rank == 1 else {}))
+        except ValueError as error:
+            return str(error)
     return "nothing"
 
 

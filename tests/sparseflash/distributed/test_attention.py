@@ -78,6 +78,24 @@ def test_rows_in_place(ranks, strategy, shared):
         assert all(computed == 1 for _, computed in answers)
 
 
+@pytest.mark.parametrize("otherwise", [("rows", 1), ("rows", 4), ("keys", 1)])
+def test_ranks_that_attend_nothing_decide_as_the_others_do(ranks, otherwise):
+    """The backend of CPUs does not compute in place, so ranks exchange as `otherwise` says."""
+    check_exact(ranks.run(cases.errors_of_a_rank_that_attends_nothing, "in place", otherwise))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("options", "options must be equal on all ranks, got "),
+        ("key_lengths", "split, which bias, key_lengths and mask choose, must be equal on all "),
+    ],
+)
+def test_calls_that_one_rank_cannot_compute_in_place_are_named(two_ranks, what, message):
+    answers = two_ranks.run(cases.refused_in_place, what)
+    assert all(answer.startswith(message) for answer in answers), answers
+
+
 EXTRAS_IN_PLACE = {
     "soft cap": {"softcap": 2.0, "scale": 0.7},
     "value dim": {"value_dim": 16},
