@@ -215,7 +215,9 @@ def choose_split(
     heads = mask.num_heads / mask.grid.bk
     exchange = torch.maximum(*costs.moved) * fetch_cost * selected * heads
     allowed = [choice for choice in CHOICES if split in (choice[0], "auto", "not in place")]
-    if split == "not in place" or not can_be_in_place(workload):
+    # Without an exchange one call for all rows is best: its backward pass may be one kernel.
+    alone = split == "auto" and not costs.traffic.any()
+    if alone or split == "not in place" or not can_be_in_place(workload):
         allowed = [choice for choice in allowed if choice[0] != "in place"]
     copied = {each: copied_tokens(workload, owner, costs.traffic, each) for each in dict(allowed)}
     copies = {each: COPIED_BLOCK * share * heads * copied[each] for each in dict(allowed)}

@@ -553,9 +553,14 @@ def _saved_plan(mask: Any, saved: Mapping[str, Any], owner: Tensor, shared: Tens
     _check_mask(mask)
     chosen = saved["split"], check_integer("groups", saved["groups"])
     otherwise = tuple(saved.get("otherwise", ("rows", 1)))
-    for each in (chosen, otherwise):
-        if each not in CHOICES:
-            raise ValueError(f"split and groups must be one of {CHOICES}, got {each}")
+    not_in_place = tuple(choice for choice in CHOICES if choice[0] != "in place")
+    allowed = CHOICES if can_be_in_place(Workload(mask)) else not_in_place
+    for name, each, choices in (
+        ("split and groups", chosen, allowed),
+        ("otherwise", otherwise, not_in_place),
+    ):
+        if each not in choices:
+            raise ValueError(f"{name} must be one of {choices}, got {each}")
     rounds = _checked_rounds(saved["rounds"], chosen[0], mask)
     units, numbers = Workload(mask).units, check_integers("owner", owner)
     ranks = _ranks(saved["ranks"], units)

@@ -298,6 +298,12 @@ def test_auto_computes_in_place_if_all_blocks_are_whole_and_heads_have_one_mask(
             make_plan(mask, 8, split="in place")
 
 
+def test_auto_computes_in_one_call_if_no_keys_are_exchanged():
+    documents = masks.documents([2048, 2048])(4096, 128)
+    for plan in (make_plan(documents, 2, "contiguous"), make_plan(masks.causal()(4096, 128), 1)):
+        assert (plan.split, plan.groups, plan.num_rounds) == ("rows", 1, 0)
+
+
 def test_a_plan_in_place_has_another_one_for_calls_that_are_not():
     plan = make_plan(masks.butterfly()(16384, 128), 2, split="in place")
     assert plan.not_in_place.split == plan.otherwise[0] != "in place"
@@ -391,6 +397,30 @@ def test_a_saved_plan_comes_back(tmp_path):
     masks.save(CAUSAL, tmp_path / "mask.safetensors")
     with pytest.raises(ValueError, match="contains no valid context plan"):
         ContextPlan.load(tmp_path / "mask.safetensors")
+
+
+def test_a_saved_plan_in_place_comes_back(tmp_path):
+    path = tmp_path / "plan.safetensors"
+    plan = make_plan(masks.butterfly()(4096, 64), 2, "contiguous", split="in place")
+    plan = replace(plan, otherwise=("rows", 4))
+    plan.save(path)
+    loaded = ContextPlan.load(path)
+    assert (loaded.digest, loaded.otherwise) == (plan.digest, plan.otherwise)
+    assert loaded.not_in_place.digest == plan.not_in_place.digest
+
+
+def test_a_saved_plan_that_cannot_be_in_place_is_named(tmp_path):
+    path = tmp_path / "plan.safetensors"
+    plan = make_plan(masks.butterfly()(4096, 64), 2, "contiguous", split="in place")
+    replace(plan, otherwise=("in place", 1)).save(path)
+    with pytest.raises(ValueError, match=r"otherwise must be one of .*, got .'in place', 1"):
+        ContextPlan.load(path)
+    clipped = make_plan(masks.butterfly()(4090, 64), 2, "contiguous", split="rows")
+    replace(clipped, split="in place", groups=1).save(path)
+    with pytest.raises(
+        ValueError, match=r"split and groups must be one of .*, got .'in place', 1"
+    ):
+        ContextPlan.load(path)
 
 
 def test_report_counts_bytes_of_keys_and_values():
