@@ -1,6 +1,7 @@
 """Reads the records of measurements and formats their rows as Markdown tables."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,7 @@ INTERRUPTED = (
     "\n\nThis measurement was interrupted: the last rows are missing, and the first case was not "
     "measured again to check for a drift of the clock."
 )
+WRITES = re.compile(r" --(output \S+|overwrite)")  # options that say where a record is written
 ANY_ORDER = "/any-order"  # suffix of implementations that differ in the backward pass alone
 DIRECTIONS = ("forward", "backward")
 Rows = list[dict]
@@ -160,7 +162,7 @@ def find(rows: Rows, pattern: str, direction: str, name: str) -> dict | None:
 
 
 def measured(record: dict) -> str:
-    """The device, versions, commit, date and command of a record."""
+    """The device, versions, commit, date and command of a record, without WRITES."""
     found = record["environment"]
     versions = found["versions"]
     commit = (found["git"]["commit"] or "unknown")[:7] + " with local changes" * bool(
@@ -169,5 +171,5 @@ def measured(record: dict) -> str:
     partial = "" if record.get("complete", True) else INTERRUPTED
     return (
         f"*{found['device']}, torch {versions['torch']}, triton {versions['triton']}, commit "
-        f"{commit}, {found['date'][:10]}: `{found['command'].split(' --output')[0]}`*{partial}"
+        f"{commit}, {found['date'][:10]}: `{WRITES.sub('', found['command'])}`*{partial}"
     )

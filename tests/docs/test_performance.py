@@ -124,6 +124,17 @@ def test_context_parallelism_has_the_records_of_a_device_and_explains_those_it_k
     assert "**The time model on two GPUs**" not in page
 
 
+def test_the_line_below_a_table_has_the_command_without_where_it_writes(performance):
+    found = ENVIRONMENT | {
+        "device": H100,
+        "date": "2026-01-01",
+        "git": {"commit": "a", "dirty": 0},
+    }
+    found |= {"versions": {"torch": "2", "triton": "3"}}
+    found["command"] = "python -m x weak --output /tmp/out --overwrite --kv-heads 4"
+    assert "`python -m x weak --kv-heads 4`" in performance.measured({"environment": found})
+
+
 def test_gaps_name_the_parts_above_their_noise_and_what_to_change(performance, tmp_path):
     assert "Gap to the ideal" not in performance.page()
     gap = {
