@@ -1,18 +1,22 @@
-"""A section of docs/performance.md: context parallelism on two GPUs, and what it misses."""
+"""Sections of docs/performance.md: context parallelism on two and on four GPUs."""
 
 from records import Rows, load, measured, picture
 
 from experiments.markdown import table
 
 WEAK, GROUPED = "long-context-weak-128k-2", "long-context-weak-128k-16-4-heads-2"
+# Records of a former commit: strong scaling, and masks that were not measured since.
 STRONG, LONG = "long-context-strong-256k-2", "long-context-strong-2m-16-4-heads-2"
-MACHINE = "long-context-machine"
+OTHERS = "long-context-weak-128k-2-commit-489e2d7"
 FOUR = "long-context-strong-1m-4"
 SCALING = {
-    STRONG: "Strong scaling, 262,144 tokens, 16 heads",
-    LONG: "Strong scaling, 2,097,152 tokens, 16 heads, 4 of keys",
     GROUPED: "Weak scaling, 131,072 tokens a GPU, 16 heads, 4 of keys",
     WEAK: "Weak scaling, 131,072 tokens a GPU, 16 heads",
+}
+FORMER = {
+    OTHERS: "Weak scaling, 131,072 tokens a GPU, 16 heads",
+    LONG: "Strong scaling, 2,097,152 tokens, 16 heads, 4 of keys",
+    STRONG: "Strong scaling, 262,144 tokens, 16 heads",
 }
 AIMED = ("window", "window of 1024", "butterfly")  # the masks of the aims
 EFFICIENCY, OVER_GATHER, MEMORY = 0.90, 1.3, 0.5
@@ -20,9 +24,9 @@ ANALYSED = "nvidia-h100-80gb-hbm3"  # the device whose figures the reasons expla
 NVLINK = 450  # GB/s in each direction between two H100 of a host, as specified
 TEXT = """\
 [Context-parallel attention](design/context-parallel.md) on one and two GPUs of a host: head dim
-128, batch 1, bfloat16, blocks of 128. *window* and *top-k* have 4,096 keys for a query, *window
-of 1024* has 1,024, *local+global* a window and 128 global tokens, *documents* a mean of 8,192
-tokens. The all-gather and the ring use the same kernels.
+128, batch 1, bfloat16, blocks of 128. *window* has 4,096 keys for a query, *local+global* a
+window and 128 global tokens. Plans of two GPUs are computed in place. The all-gather and the ring
+use the same kernels.
 
 - **Efficiency** is the useful FLOP/s of a GPU over that of one GPU with the same plan.
 - **Over all-gather** is the time of the all-gather over that of the plan. *At most* is this ratio
@@ -32,18 +36,27 @@ tokens. The all-gather and the ring use the same kernels.
   with fewer blocks.
 - **Received** are megabytes of a GPU in the forward pass. They were counted, and equal those of
   the plan.
-- **Peak memory** is that of both passes without inputs, in MB.
+- **Peak memory** is that of both passes without inputs, in MB. That of one GPU is proportional to
+  the number of tokens."""
 
-A run ends after a given time, so that the last masks of a long sequence are missing."""
+FORMER_TEXT = """\
+Strong scaling, and masks whose weak scaling was not measured again. The code of these records
+packed all keys and gradients that it sent, copied own keys behind received ones, and divided a
+butterfly into halves that exchange all keys, so none of these figures is one of the present code.
+They are kept until they are measured again. *documents* have a mean of 8,192 tokens, *top-k*
+selects 4,096 keys for a query. The all-gather was measured first, probably on a device that had
+rested, so that it may seem too fast. A run ends after a given time, so that the last masks of a
+long sequence are missing."""
 
 FOUR_TEXT = """\
-The same with up to four GPUs of a host and one sequence of 1,048,576 tokens, 16 heads. Here a plan
-sends whole shards and gradients from where they lie, reads own keys in place, and counts local
-copies in its time model. *Predicted* was written before the measurement; the rates were fitted to
-the records of two H100 above, so the device is another one. *Memory* is the peak memory of a GPU
-over that of one GPU that holds the whole sequence; 1 / GPUs would be ideal. The window of 4,096
-keys was measured too, but another program used one of the GPUs at that time, so its rows were
-removed. Weak scaling on four GPUs has no record."""
+The same with up to four GPUs of a host and one sequence of 1,048,576 tokens, 16 heads. This record
+is older than plans that are computed in place: each plan sends whole shards and gradients from
+where they lie, reads own keys in place, and merges rows. *Predicted* was written before the
+measurement; the rates were fitted to records of two H100 of commit 489e2d7, so the device is
+another one. *Memory* is the peak memory of a GPU over that of one GPU that holds the whole
+sequence; 1 / GPUs would be ideal. The window of 4,096 keys was measured too, but another program
+used one of the GPUs at that time, so its rows were removed. Weak scaling on four GPUs has no
+record."""
 
 
 def four_gpus(record: dict) -> str:
@@ -88,26 +101,40 @@ def outcome(rows: Rows) -> str:
         f"{far['exposed_total_ms']:.1f} ms of it. But its forward pass takes "
         f"{far['forward_ms']:.1f} ms, of which {local:.1f} are neither exposed nor a quarter of "
         "the time of one GPU. The likely cause, not profiled: its keys are scattered, so that "
-        "they are packed before they are sent, and its rows are computed in parts that are "
+        "they were packed before they were sent, and its rows were computed in parts that were "
         "merged."
     )
 
 
 def long_context(record: dict) -> str:
-    """Aims, a table for each record of the device, and the error of the time model."""
+    """Aims, what holds and what does not, the time model, and a table for each record."""
     device = record["stem"].removeprefix(f"{WEAK}-")
-    found = {name: load(name, device) for name in SCALING}
-    parts = [aims(found)] + [reasons(record["rows"])] * (device == ANALYSED)
-    machine = load(MACHINE, device)
-    if machine is not None:
-        parts += [model(machine, [each for each in found.values() if each]), measured(machine)]
+    found = {name: each for name in SCALING if (each := load(name, device))}
+    parts = [aims(found)]
+    if device == ANALYSED and len(found) == len(SCALING):
+        parts.append(reasons(record, found[GROUPED]["rows"]))
+    parts.append(model(found))
     for name, each in found.items():
-        if each is not None:
-            parts += [f"**{SCALING[name]}**", scaling(each["rows"])]
-            parts += [measured(each)] * (name != WEAK)  # the caller adds that of WEAK, the last
+        parts += [f"**{SCALING[name]}**", scaling(each["rows"])]
+        parts += [measured(each)] * (name != WEAK)  # the caller adds that of WEAK, the last
     title = f"Weak scaling on two GPUs, {record['environment']['device']}"
     parts.append(picture(record, "", title, "../experiments/results"))
     return "\n\n".join(filter(None, parts))
+
+
+def former(record: dict) -> str:
+    """A table for each record of a former commit, without the masks that were measured since."""
+    device, parts = record["stem"].removeprefix(f"{STRONG}-"), []
+    present = load(WEAK, device)
+    since = patterns(present["rows"]) if present else []
+    for name, title in FORMER.items():
+        each = load(name, device)
+        if each is not None:
+            gone = since if name == OTHERS else []
+            rows = [row for row in each["rows"] if row["pattern"] not in gone]
+            parts += [f"**{title}**", scaling(rows)]
+            parts += [measured(each)] * (name != STRONG)  # the caller adds that of STRONG
+    return "\n\n".join(parts)
 
 
 def row_of(rows: Rows, pattern: str, way: str, ranks: int) -> dict | None:
@@ -160,77 +187,108 @@ def scaling(rows: Rows) -> str:
     return table(head, lines)
 
 
-def aims(found: dict[str, dict | None]) -> str:
+def aims(found: dict[str, dict]) -> str:
     """What was aimed at, and whether it is reached."""
     lines = []
     for name, record in found.items():
-        rows = record["rows"] if record else []
+        rows = record["rows"]
         for mask in (each for each in AIMED if each in patterns(rows)):
-            one, two = (row_of(rows, mask, "plan", n)["peak_bytes"] for n in (1, 2))
-            tokens = SCALING[name].partition(", ")[2]
-            if name in (WEAK, GROUPED):
-                share, ratio = efficiency(rows, mask), over(rows, mask, "all-gather")
-                weak = f"weak-scaling efficiency of at least {EFFICIENCY:.2f}"
-                lines += [
-                    [weak, tokens, mask, f"{share:.2f}", yes(share >= EFFICIENCY)],
-                    [
-                        *(f"at least {OVER_GATHER}x an all-gather", tokens, mask),
-                        *(f"{ratio:.2f}x", yes(ratio >= OVER_GATHER)),
-                    ],
-                ]
-            else:
-                part = two / one
-                memory = "memory of a GPU of two over that of one: 0.5"
-                lines.append([memory, tokens, mask, f"{part:.2f}", yes(part < MEMORY + 0.05)])
+            share, ratio, part = (
+                efficiency(rows, mask),
+                over(rows, mask, "all-gather"),
+                memory(rows, mask),
+            )
+            reached = {
+                f"weak-scaling efficiency of at least {EFFICIENCY:.2f}": (
+                    f"{share:.2f}",
+                    share >= EFFICIENCY,
+                ),
+                f"at least {OVER_GATHER}x an all-gather": (f"{ratio:.2f}x", ratio >= OVER_GATHER),
+                f"memory of a GPU of two over that of one with the same sequence: {MEMORY}": (
+                    f"{part:.2f}",
+                    part < MEMORY + 0.05,
+                ),
+            }
+            lines += [
+                [aim, SCALING[name].partition(", ")[2], mask, figure, yes(true)]
+                for aim, (figure, true) in reached.items()
+            ]
     lines.sort(key=lambda line: line[0])
     return table(["aim", "sizes", "mask", "measured", "reached"], lines)
+
+
+def memory(rows: Rows, pattern: str) -> float:
+    """The peak memory of a GPU of two over that of one GPU that has all tokens of both."""
+    one, two = (row_of(rows, pattern, "plan", n) for n in (1, 2))
+    return two["peak_bytes"] / (one["peak_bytes"] * two["seq_len"] / one["seq_len"])
 
 
 def yes(reached: bool) -> str:
     return "yes" if reached else "**no**"
 
 
-def reasons(rows: Rows) -> str:
-    """Why the aims are missed, with the figures of the record of weak scaling."""
-    share, alone = efficiency(rows, "butterfly"), row_of(rows, "butterfly", "plan", 1)
+def reasons(record: dict, grouped: Rows) -> str:
+    """What holds and what does not, with the figures of the records of weak scaling."""
+    rows = record["rows"]
+    alone = row_of(rows, "butterfly", "plan", 1)
     plan, few, window = (
         row_of(rows, name, "plan", 2) for name in ("butterfly", "local+global", "window")
     )
-    best, moved = share * plan["total_ms"], plan["counted_mb"] / 1e3
-    forward = alone["forward_ms"] * best / alone["total_ms"]
-    local = plan["total_ms"] - best - plan["exposed_total_ms"]
-    gathered = f"{window['gathered_mb']:,.0f} MB"
-    first = [1 / over(rows, name, "all-gather", 1) for name in patterns(rows)]
+    narrow = row_of(grouped, "butterfly", "plan", 2)
+    share, gained = efficiency(rows, "butterfly"), over(rows, "butterfly", "all-gather")
+    moved, silent = plan["counted_mb"], plan["total_ms"] - plan["exposed_total_ms"]
+    first = {
+        (name, heads): 1 / over(found, name, "all-gather", 1)
+        for heads, found in (("16", rows), ("4", grouped))
+        for name in patterns(found)
+    }
+    largest = first.pop(("butterfly", "16"))
+    multiprocessors = record["environment"]["hardware"]["multiprocessors"]
+    own, fetched = window["peak_bytes"] / 1e6, plan["peak_bytes"] / 1e6
     parts = [
-        f"**What holds.** A *window* scales. A GPU receives {window['counted_mb']:.0f} MB instead "
-        f"of {gathered} while it computes, and its memory falls as 1 / GPUs. But two GPUs of one "
-        f"host gather {gathered} so fast that a plan of efficiency 1 would be only "
-        f"{most_over(rows, 'window'):.2f} times as fast as the all-gather, so that 1.3 cannot be "
-        "reached at this size. This bound is (compute + gather) / compute, for every mask.",
-        "**What does not: butterfly.** On two GPUs every block row attends keys of the other GPU, "
-        f"and together they attend all of them. A GPU receives {moved:.2f} GB and has to send as "
-        f"many gradients, each at least {moved / NVLINK * 1e3:.1f} ms at the {NVLINK} GB/s of "
-        f"NVLink. At the rate of one GPU its blocks take {forward:.1f} ms forward and "
-        f"{best:.1f} ms in both passes, so there is hardly enough to compute to hide an exchange. "
-        f"Yet of the {plan['total_ms']:.1f} ms only {plan['exposed_total_ms']:.1f} are exposed. "
-        f"{local:.1f} are local: {moved:.2f} GB of sent keys and as many own keys are packed, as "
-        "many gradients are packed, and those that arrive are added. With a quarter of the key "
-        "heads a third of it is left. The all-gather has such copies too.",
-        "**What does not: few global tokens.** With *local+global* the plan takes "
-        f"{1 / over(rows, 'local+global', 'all-gather'):.2f} times as long as the all-gather, "
-        f"although it receives only {few['counted_mb']:.0f} MB. Two causes follow from the plan. "
-        "Every row attends the global keys, so all rows of the second GPU wait for them, and all "
-        "its own keys are copied behind them. And the shared row is a call of its own: 16 heads "
-        "are 16 work tiles of 1,024 blocks each for 132 multiprocessors. The time model counts "
-        "neither, so it did not choose the split by keys.",
-        "**Memory.** If a GPU fetches all keys of the other one, these keys, their gradients and "
-        "the packed copies of both take as much as two GPUs save, or more.",
-        f"**One GPU.** The plan takes {min(first):.2f} to {max(first):.2f} times as long as the "
-        "all-gather, although there is nothing to exchange, to copy or to merge, and both run the "
-        "same kernels on equal masks. The all-gather is always measured first. The likely cause "
-        "is that the device has rested before: the excess is largest in the first and shortest "
-        "measurements. If so, the ratios over the all-gather are too low. For *top-k* the plan "
-        "makes the lookup tables of the selected blocks in every call, and the all-gather once.",
+        f"**Window.** With 16 key heads a GPU receives {window['counted_mb']:.0f} MB instead of "
+        f"{window['gathered_mb']:,.0f} while it computes. "
+        f"The efficiency is {efficiency(rows, 'window'):.2f}, and the plan is "
+        f"{over(rows, 'window', 'all-gather'):.2f} times as fast as the all-gather. With 4 key "
+        f"heads the efficiency is {efficiency(grouped, 'window'):.2f}. But there an all-gather "
+        f"receives only {row_of(grouped, 'window', 'plan', 2)['gathered_mb']:.0f} MB, so that a "
+        f"plan of efficiency 1 would be {most_over(grouped, 'window'):.2f} times as fast, and 1.3 "
+        "cannot be reached at this size. This bound is (compute + gather) / compute, for every "
+        "mask.",
+        f"**Butterfly.** A GPU receives {moved:.0f} MB, "
+        f"{moved / plan['gathered_mb']:.0%} of what an all-gather does, and sends as many "
+        f"gradients. The plan is {gained:.2f} times as fast as the all-gather, and "
+        f"{over(grouped, 'butterfly', 'all-gather'):.2f} times with 4 key heads, where the "
+        f"all-gather receives {narrow['gathered_mb']:.0f} MB and hides most of it. What is "
+        f"missing from efficiency {share:.2f} and {efficiency(grouped, 'butterfly'):.2f} is the "
+        f"exchange: {plan['exposed_total_ms']:.1f} and {narrow['exposed_total_ms']:.1f} ms of "
+        f"both passes are exposed. Without exchanges they take {silent:.1f} ms with 16 key heads, "
+        f"where one GPU takes {alone['total_ms']:.1f} for 11 of 12 blocks. Each exchange of "
+        f"{moved:.0f} MB takes at least {moved / NVLINK:.1f} ms at the {NVLINK} GB/s of NVLink. A "
+        "profile in the [notebook](notebook/2026-11.md) shows that keys and values are exchanged "
+        "one after the other, in both passes, and that only the first one runs beside a kernel of "
+        "attention.",
+        "**How certain.** On one GPU there is nothing to exchange, and the plan and the "
+        "all-gather launch the same kernels. For the butterfly with 16 key heads, the first case "
+        f"of its run, the plan took {alone['total_ms']:.2f} ms and the all-gather "
+        f"{alone['total_ms'] / largest:.2f}; in the other cases the plan took "
+        f"{min(first.values()):.2f} to {max(first.values()):.2f} times as long. So the efficiency "
+        f"of {share:.2f} is uncertain by about a tenth: with the all-gather as reference it is "
+        f"{share / largest:.2f}. Times on two GPUs do not depend on this reference. (The plan of "
+        "one GPU was in place, with a call for dQ and one for dK and dV; now it is one call.)",
+        "**Few global tokens.** With *local+global* the efficiency is "
+        f"{efficiency(rows, 'local+global'):.2f}, and the plan is "
+        f"{over(rows, 'local+global', 'all-gather'):.2f} times as fast as the all-gather. A GPU "
+        f"receives only {few['counted_mb']:.0f} MB, but {few['exposed_total_ms']:.1f} ms are "
+        "exposed, all of them in the backward pass. Two costs of that pass follow from the plan; "
+        "it was not profiled. On the second GPU dK and dV of the global keys are one work tile "
+        f"for each head, {few['heads']} for {multiprocessors} multiprocessors, and are computed "
+        "before all others. And the row of the global tokens, which both GPUs share, is a call "
+        "of its own, whose dK and dV have the size of all own keys and are added to those of the "
+        "other rows.",
+        f"**Memory.** A GPU of two needs {own:,.0f} MB for the window, and {fetched:,.0f} for the "
+        f"butterfly: also keys, values and gradients that are sent and received. One GPU with "
+        f"half of the sequence needs {alone['peak_bytes'] / 1e6:,.0f}.",
     ]
     return "\n\n".join(parts)
 
@@ -240,57 +298,33 @@ def most_over(rows: Rows, pattern: str) -> float:
     return over(rows, pattern, "all-gather") / efficiency(rows, pattern)
 
 
-def model(machine: dict, records: list[dict]) -> str:
-    """The fitted rates, and the times on two GPUs predicted before and by other masks."""
-    said = {
-        each["environment"]["command"]: {
-            (p["pattern"], p["prediction"]["ranks"]): p["prediction"]["total_ms"]
-            for p in each["predicted"]
-        }
-        for each in records
-    }
+def model(found: dict[str, dict]) -> str:
+    """The times that were predicted before the measurement, and the measured ones."""
     lines = []
-    for row in machine["rows"]:
-        if row["ranks"] == 1:
-            continue
-        same = ("kind", "pattern", "ranks", "seq_len", "total_ms")
-        each, of_run = next(
-            (found, record)
-            for record in records
-            for found in record["rows"]
-            if all(found[name] == row[name] for name in same)
-        )
-        before = said[of_run["environment"]["command"]][row["pattern"], 2]
-        heads = f"{each['heads']}" + f", {each['kv_heads']} of keys" * (
-            each["kv_heads"] != each["heads"]
-        )
-        lines.append(
-            [
-                *(row["kind"], row["pattern"], f"{row['seq_len']:,}", heads),
-                *(
-                    f"{row['total_ms']:.1f}",
-                    f"{before:.1f}",
-                    f"{before / row['total_ms'] - 1:+.0%}",
-                ),
-                *(f"{row['predicted_total_ms']:.1f}", f"{row['total_error']:+.0%}"),
-            ]
-        )
-    head = ["scaling", "mask", "tokens", "heads", "measured, ms", "predicted before, ms", "error"]
-    head += ["predicted from the other masks, ms", "error"]
-    rates, most = machine["machine"], max(machine["rows"], key=lambda r: abs(r["total_error"]))
-    return "\n\n".join(
-        [
-            "**The time model on two GPUs**",
-            "*Predicted before* was computed before the measurement, with the default rates. Then "
-            "the rates were fitted to the measured times (`experiments.long_context.calibrate`): "
-            f"{rates['tflops']:.0f} TFLOP/s forward, {rates['backward_tflops']:.0f} backward, "
-            f"{rates['bandwidth']:.0f} GB/s and {rates['latency_us'] / 1e3:.1f} ms for an "
-            "exchange. The last columns show each mask predicted by a fit without it. The median "
-            f"error over all {len(machine['rows'])} points, those on one GPU included, is "
-            f"{machine['median_error']:.0%}, and the largest {machine['most_error']:.0%}, for "
-            f"*{most['pattern']}*. When these times were measured, plans packed all keys and "
-            "gradients that they sent, and the model had no term for local copies. The fit hides "
-            "them in the time of an exchange: these rates do not predict other numbers of GPUs.",
-            table(head, lines),
-        ]
+    for record in found.values():
+        said = {
+            (each["pattern"], each["prediction"]["ranks"]): each["prediction"]
+            for each in record["predicted"]
+        }
+        for name in patterns(record["rows"]):
+            one, two = (row_of(record["rows"], name, "plan", n) for n in (1, 2))
+            line = [name, f"{one['kv_heads']}"]
+            for row in (one, two):
+                before = said[name, row["ranks"]]["total_ms"]
+                line += [f"{before:.1f}", f"{row['total_ms']:.1f}"]
+                line.append(f"{before / row['total_ms'] - 1:+.0%}")
+            line += [f"{said[name, 2]['exposed_ms']:.1f}", f"{two['exposed_total_ms']:.1f}"]
+            lines.append(line)
+    head = ["mask", "key heads", "one GPU: predicted, ms", "measured", "error"]
+    head += ["two GPUs: predicted, ms", "measured", "error", "exposed: predicted, ms", "measured"]
+    rates = next(iter(found.values()))["machine"]
+    text = (
+        f"*Predicted* was written before the measurement, with {rates['tflops']:.0f} TFLOP/s "
+        f"forward, {rates['backward_tflops'] or rates['tflops']:.0f} "
+        f"backward, {rates['call_us'] / 1e3:.1f} ms for a pass, {rates['bandwidth']:.0f} GB/s "
+        f"for an exchange and {rates['memory']:,.0f} GB/s for copies. "
+        "`experiments.long_context.calibrate` fits such rates to records. These two are not "
+        "enough for it: only in the butterfly an exchange takes long, so that a fit does not tell "
+        "its bandwidth from its latency."
     )
+    return "\n\n".join(["**The time model on two GPUs**", text, table(head, lines)])

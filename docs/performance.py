@@ -16,7 +16,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
 sys.path.insert(0, str(Path(__file__).parent))  # where docs is no package
 
 from io_complexity import THEORY, io_complexity
-from long_context import FOUR, FOUR_TEXT, WEAK, four_gpus, long_context
+from long_context import (
+    FORMER_TEXT,
+    FOUR,
+    FOUR_TEXT,
+    STRONG,
+    WEAK,
+    former,
+    four_gpus,
+    long_context,
+)
 from long_context import TEXT as LONG_CONTEXT
 from records import (
     DEVICE,
@@ -421,6 +430,7 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
     ),
     (WEAK, "Context parallelism on two GPUs", LONG_CONTEXT, long_context),
     (FOUR, "Context parallelism on four GPUs", FOUR_TEXT, four_gpus),
+    (STRONG, "Context parallelism on two GPUs, at a former commit", FORMER_TEXT, former),
     ("io-complexity", "Theory and measurement", THEORY, io_complexity),
     (
         "power",

@@ -110,18 +110,47 @@ def test_context_parallelism_has_the_records_of_a_device_and_explains_those_it_k
 ):
     assert "Context parallelism" not in performance.page()
     shipped = SOURCE.parents[1] / "experiments/results"
-    for name in ("weak-128k-2", "strong-256k-2"):
+    names = (
+        "weak-128k-2",
+        "weak-128k-16-4-heads-2",
+        "weak-128k-2-commit-489e2d7",
+        "strong-256k-2",
+    )
+    for name in names:
         (path,) = shipped.glob(f"long-context-{name}-nvidia-h100-*.json")
         text = path.read_text()
         (tmp_path / path.name).write_text(text)
         (tmp_path / path.name.replace(STEMS[H100], STEMS[H200])).write_text(text)
     page = performance.page()
-    assert page.count("## Context parallelism on two GPUs") == 1
-    assert page.count("**Weak scaling, 131,072 tokens a GPU, 16 heads**") == 2
-    assert page.count("**Strong scaling, 262,144 tokens, 16 heads**") == 2
-    assert page.count("**What does not: butterfly.**") == 1
-    assert "an all-gather | 131,072 tokens a GPU, 16 heads | window | 1.19x | **no** |" in page
-    assert "**The time model on two GPUs**" not in page
+    present, former = page.split("## Context parallelism on two GPUs, at a former commit\n")
+    assert present.count("## Context parallelism on two GPUs\n") == 1
+    assert present.count("**Weak scaling, 131,072 tokens a GPU, 16 heads**") == 2
+    assert present.count("**The time model on two GPUs**") == 2
+    assert "| butterfly | 16 | 11.1 | 12.1 | -8% | 13.5 | 15.3 | -12% | 1.5 | 2.1 |" in present
+    assert present.count("**Butterfly.**") == 1  # of the device that is explained
+    assert "with the all-gather as reference it is 0.77" in present
+    assert "an all-gather | 131,072 tokens a GPU, 16 heads | window | 1.35x | yes |" in present
+    aim = "memory of a GPU of two over that of one with the same sequence: 0.5"
+    assert f"{aim} | 131,072 tokens a GPU, 16 heads | butterfly | 0.72 | **no** |" in present
+    assert "commit 489e2d7" not in present
+    assert former.count("**Strong scaling, 262,144 tokens, 16 heads**") == 2
+    weak, strong = former.split("**Strong scaling", 2)[:2]
+    assert "| documents |" in weak
+    assert "| butterfly |" not in weak  # measured since
+    assert "| butterfly |" in strong
+
+
+def test_context_parallelism_is_shown_without_records_of_other_heads_and_commits(
+    performance, tmp_path
+):
+    shipped = SOURCE.parents[1] / "experiments/results"
+    (path,) = shipped.glob("long-context-weak-128k-2-nvidia-h100-*.json")
+    (tmp_path / path.name).write_text(path.read_text())
+    page = performance.page()
+    assert "**Weak scaling, 131,072 tokens a GPU, 16 heads**" in page
+    assert "16 heads, 4 of keys" not in page
+    assert "**Butterfly.**" not in page  # its text compares both numbers of key heads
+    assert "at a former commit" not in page
 
 
 def test_the_line_below_a_table_has_the_command_without_where_it_writes(performance):
