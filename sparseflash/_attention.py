@@ -23,6 +23,7 @@ from sparseflash.dispatch.autograd import run
 from sparseflash.dispatch.call import Call, empty_max_logits
 from sparseflash.dispatch.operators import is_traced, traced_attention
 from sparseflash.dispatch.plan import find_plan
+from sparseflash.dispatch.spec import FACTS_OF_ONE_DEVICE
 from sparseflash.merge import add_sinks, attention_of_empty_inputs
 from sparseflash.options import AttentionKeywords, AttentionOptions, OptionKeywords
 from sparseflash.score import any_requires_grad, checked_score_tensors
@@ -143,7 +144,8 @@ def attention(
         facts = (
             *(key_lengths is not None, bias is not None),
             *(requires_gradient(bias), requires_gradient(block_scores)),
-            *(False, return_max_logits, any_requires_grad(score_tensors), False),
+            *(False, return_max_logits, any_requires_grad(score_tensors)),
+            *FACTS_OF_ONE_DEVICE,
         )
         plan = find_plan(query, key, value, mask, options, facts)
         resolved = plan.spec

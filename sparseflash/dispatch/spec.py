@@ -60,6 +60,10 @@ class CallFacts(NamedTuple):
         )
 
 
+# The last facts, which context parallelism alone changes.
+FACTS_OF_ONE_DEVICE = CallFacts()[CallFacts._fields.index("shares_device") :]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec(AttentionOptions):
     """The options of one call, with resolved scale, and the properties of its tensors and mask.
