@@ -98,7 +98,8 @@ def attention(
             batch element are masked. Lengths on the CPU are checked without waiting for the
             device. For lengths on a CUDA device the host waits in the first call with this
             tensor, and after a change in place that torch counts. In later calls, and while a
-            CUDA graph is captured, they are clamped. For other padding see MaskBatch.with_keys
+            CUDA graph is captured, they are clamped; lengths on the CPU cannot be captured. For
+            other padding see MaskBatch.with_keys
             and unpad.
         bias: (1 or heads, q_len + k_len - 1), one number for each distance: entry
             [h, k - q + q_len - 1] is added to the score of query q and key k. See alibi. It gets

@@ -26,7 +26,7 @@ from sparseflash.backends.triton_common import compile_worker
 VARIABLE = "SPARSEFLASH_COMPILE_WORKERS"
 # The file is run by its path, because its package imports torch.
 RUN_WORKER = "import runpy, sys; runpy.run_path(sys.argv[1])['main']()"
-MAX_WORKERS = 6  # two masks differ by that many kernels at most
+MAX_WORKERS = 6  # with as many, a second mask waited for a second on a host of 16 threads
 MAX_WAIT = 30  # seconds; a kernel takes 3 to 5 on a core that nothing else uses
 
 
