@@ -41,8 +41,9 @@ def warmup(
     threads. Meanwhile processes compile those that masks with and without partial blocks, and with
     rows of equal and of unequal lengths, would need. The environment variable
     SPARSEFLASH_COMPILE_WORKERS is the number of these processes. By default there is one for every
-    four processor threads, at most six; on a host with less than four threads there is none. A
-    program that embeds or freezes Python cannot start them.
+    four processor threads, at most six; on a host with less than four threads there is none. Ranks
+    that torchrun, srun or Lightning starts on one host share its threads. A program that embeds or
+    freezes Python cannot start them.
 
     The compiled kernels depend on dtype, head dim, block size, options, the number of
     query heads per key head, and on whether a mask has partial blocks. They hardly ever depend on

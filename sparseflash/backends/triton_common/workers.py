@@ -17,6 +17,7 @@ from contextlib import suppress
 from threading import Lock, Thread, get_ident
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton import knobs
 from triton.runtime import driver
@@ -147,20 +148,47 @@ def _start(kernels: list[Description]) -> subprocess.Popen:
 def number_of_workers() -> int:
     """The number of processes that a call may start.
 
-    By default one for every four processor threads that this process may use, and at most
-    MAX_WORKERS. The processes that torchrun starts on a host share its threads. None where
-    `sys.executable` is not an interpreter: in a program that embeds or freezes Python.
+    By default one for every four processor threads of this process, and at most MAX_WORKERS. None
+    where `sys.executable` is not an interpreter: in a program that embeds or freezes Python.
     """
     if not sys.executable or getattr(sys, "frozen", False):
         return 0
     asked = os.environ.get(VARIABLE)
     if asked is None:
-        ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-        share = 4 * (int(ranks) if ranks.isdecimal() else 1)
-        return min(MAX_WORKERS, len(os.sched_getaffinity(0)) // max(share, 4))
+        return min(MAX_WORKERS, _threads() // 4)
     if not asked.isdecimal():
         raise ValueError(f"{VARIABLE} must be a number of processes, got {asked!r}")
     return int(asked)
+
+
+def _threads() -> int:
+    """The processor threads of this process, where the ranks of a host share its threads."""
+    threads = len(os.sched_getaffinity(0))
+    if ranks := _number("LOCAL_WORLD_SIZE"):  # of torchrun
+        return threads // ranks
+    # srun can bind each task to threads of its own, which must not be divided again.
+    of_host = max(threads, _number("SLURM_CPUS_ON_NODE"))
+    return min(threads, of_host // _ranks_of_host())
+
+
+def _ranks_of_host() -> int:
+    """The number of ranks on this host, as far as srun or Lightning say it; 1 without them.
+
+    srun says the number if it was started with --ntasks-per-node. Otherwise only the rank on the
+    host and the number of ranks on all hosts are known: then there is one rank for each GPU.
+    """
+    ranks = max(_number("SLURM_NTASKS_PER_NODE"), 1)
+    if {"LOCAL_RANK", "SLURM_LOCALID"} & os.environ.keys():
+        rank = max(_number("LOCAL_RANK"), _number("SLURM_LOCALID"))
+        on_all_hosts = max(_number("WORLD_SIZE"), _number("SLURM_NTASKS"))
+        ranks = max(ranks, rank + 1, min(on_all_hosts, torch.cuda.device_count()))
+    return ranks
+
+
+def _number(variable: str) -> int:
+    """The number in a variable of the environment; 0 if it has none."""
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() else 0
 
 
 WORKERS = Workers()

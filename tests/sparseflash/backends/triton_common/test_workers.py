@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ from triton import knobs
 from triton.runtime import driver
 
 from sparseflash.backends.triton_common import compile_worker, launcher, workers
+
+RANK_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_RANK", "WORLD_SIZE")
 
 
 class Process:
@@ -91,22 +94,55 @@ def test_no_process_and_no_description_if_the_number_is_zero(log, monkeypatch):
     assert log.marked == []
 
 
+@pytest.fixture
+def default_number(monkeypatch):
+    """The number of processes on a host with these threads, GPUs and variables."""
+    for name in [*os.environ]:
+        if name.startswith("SLURM_") or name in (workers.VARIABLE, *RANK_VARIABLES):
+            monkeypatch.delenv(name)
+
+    def number(threads: int, gpus: int = 8, **variables: object) -> int:
+        monkeypatch.setattr(workers.os, "sched_getaffinity", lambda process: range(threads))
+        monkeypatch.setattr(workers.torch.cuda, "device_count", lambda: gpus)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        return workers.number_of_workers()
+
+    return number
+
+
 @pytest.mark.parametrize(
     ("threads", "ranks", "expected"), [(2, 1, 0), (16, 1, 4), (16, 2, 2), (64, 1, 6), (64, 8, 2)]
 )
-def test_the_default_follows_the_processor_threads(threads, ranks, expected, monkeypatch):
-    monkeypatch.delenv(workers.VARIABLE, raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda process: range(threads))
-    assert workers.number_of_workers() == expected
+def test_the_default_follows_the_processor_threads(threads, ranks, expected, default_number):
+    assert default_number(threads, LOCAL_WORLD_SIZE=ranks) == expected
 
 
 @pytest.mark.parametrize("ranks", ["", "many", "0", "-1"])
-def test_a_number_of_ranks_that_is_none_is_not_read(ranks, monkeypatch):
-    monkeypatch.delenv(workers.VARIABLE, raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda process: range(16))
-    assert workers.number_of_workers() == 4
+def test_a_number_of_ranks_that_is_none_is_not_read(ranks, default_number):
+    assert default_number(16, LOCAL_WORLD_SIZE=ranks) == 4
+
+
+@pytest.mark.parametrize(
+    ("threads", "variables", "expected"),
+    [
+        (64, {"SLURM_NTASKS_PER_NODE": 8, "SLURM_LOCALID": 3}, 2),
+        (8, {"SLURM_NTASKS_PER_NODE": 8, "SLURM_LOCALID": 3, "SLURM_CPUS_ON_NODE": 64}, 2),
+        (64, {"SLURM_NTASKS": 16, "SLURM_LOCALID": 0}, 2),
+        (64, {"SLURM_NTASKS": 1, "SLURM_LOCALID": 0}, 6),
+        (64, {"WORLD_SIZE": 16, "LOCAL_RANK": 0}, 2),
+        (64, {"WORLD_SIZE": 4, "LOCAL_RANK": 0}, 4),
+        (64, {"LOCAL_RANK": 7}, 2),
+        (64, {"LOCAL_WORLD_SIZE": 4, "WORLD_SIZE": 32, "LOCAL_RANK": 0}, 4),
+        (64, {"LOCAL_WORLD_SIZE": 4, "SLURM_NTASKS_PER_NODE": 1, "SLURM_CPUS_ON_NODE": 128}, 4),
+    ],
+    ids=str,
+)
+def test_ranks_of_a_host_share_its_threads_whoever_started_them(
+    threads, variables, expected, default_number
+):
+    """torchrun, srun with and without --ntasks-per-node, and Lightning, which says no number."""
+    assert default_number(threads, **variables) == expected
 
 
 @pytest.mark.parametrize(("name", "value"), [("executable", None), ("frozen", True)])
