@@ -58,7 +58,10 @@ class Backend(Protocol):
         ...
 
     def computes_in_place(self, spec: AttentionSpec) -> bool:
-        """Whether calls may have `more` and `results`, if the table has the blocks of the mask."""
+        """Whether calls may have `more` and `results`, if the table has the blocks of the mask.
+
+        Then no row without a block is written if spec.skips_empty_rows.
+        """
         ...
 
     def forward(

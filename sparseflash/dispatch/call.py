@@ -206,8 +206,9 @@ class Call:
         score_tensors: The score tensors, or None.
         more: Keys and values of the last blocks of the table, if `key` and `value` have only the
             first ones. Then key lengths are None, and keys get no gradients.
-        results: (out, lse) of calls for other rows, to which the forward pass writes instead of
-            new tensors. Then it writes only block rows that attend any block.
+        results: (out, lse) to which the forward pass writes instead of new tensors. Which block
+            rows it writes depends on spec.skips_empty_rows alone, so calls for different rows can
+            have the same results.
         shared: A list in which a backward pass saves what the backward passes of other calls with
             the same query, out, lse and gradients of these need too; empty at first, or None.
     """

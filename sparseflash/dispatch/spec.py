@@ -29,8 +29,9 @@ class CallFacts(NamedTuple):
         differentiates_score_tensors: Whether a score tensor may need a gradient.
         shares_device: Whether other kernels run at the same time, such as those of an exchange
             between ranks.
-        skips_empty_rows: Whether a backend may leave out and LSE, and the gradient of query,
-            unwritten where a block row attends no block.
+        skips_empty_rows: Whether out and LSE, and the gradient of query, are not read where a
+            block row attends no block. A backend that computes in place does not write them
+            there; others may.
     """
 
     has_key_lengths: bool = False

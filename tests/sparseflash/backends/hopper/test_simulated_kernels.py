@@ -99,6 +99,22 @@ def test_simulated_kernels_leave_rows_without_blocks_unwritten(
     assert torch.equal(some[2], whole[2])
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_results_of_the_caller_have_the_rows_of_other_calls_if_empty_rows_are_skipped(skips):
+    query, key, value, _ = make_inputs(1, 1, 256, 256, 64, dtype=torch.bfloat16)
+    mask = masks.full()((256, 256), 128).keep_rows(torch.tensor([1]))
+    call = call_on(hopper, query, key, mask, value, skips_empty_rows=skips)
+    out, lse = call.results = torch.full_like(query, 7), query.new_full((1, 1, 256), 7).float()
+    with simulation():
+        call.forward(query, key, value)
+    first_row = out[:, :, :128], lse[:, :, :128]
+    assert [set(x.flatten().tolist()) for x in first_row] == (
+        [{7.0}, {7.0}] if skips else [{0.0}, {-torch.inf}]
+    )
+    assert not (out[:, :, 128:] == 7).any()
+    assert not (lse[:, :, 128:] == 7).any()
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_simulated_kernels_read_keys_of_two_tensors_and_write_some_rows(head_dim, kv_heads):
