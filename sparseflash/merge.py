@@ -1,7 +1,7 @@
 """Merges attention over disjoint sets of keys."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -127,6 +127,46 @@ def copy_in_place(
             total.copy_(part)
         else:
             total.index_copy_(2, index, part.to(total.dtype))
+
+
+def add_both_in_place(
+    totals: Sequence[Tensor],
+    parts: Sequence[Tensor],
+    rows: Tensor | slice,
+    part_rows: Tensor | slice = slice(None),
+) -> None:
+    """add_in_place of keys and of values, or gradients of them: on a GPU in one launch."""
+    _write_both(add_in_place, totals, parts, rows, part_rows)
+
+
+def copy_both_in_place(
+    totals: Sequence[Tensor],
+    parts: Sequence[Tensor],
+    rows: Tensor | slice,
+    part_rows: Tensor | slice = slice(None),
+) -> None:
+    """copy_in_place of keys and of values, or gradients of them: on a GPU in one launch."""
+    _write_both(copy_in_place, totals, parts, rows, part_rows)
+
+
+def _write_both(
+    write: Callable[..., None],
+    totals: Sequence[Tensor],
+    parts: Sequence[Tensor],
+    rows: Tensor | slice,
+    part_rows: Tensor | slice,
+) -> None:
+    each = list(zip(totals, parts, strict=True))
+    if not all(_has_kernels(total, part) for total, part in each):
+        for total, part in each:
+            write(total, part, rows, part_rows)
+        return
+    from sparseflash.backends.triton.merge import write_rows_of_both  # imports Triton
+
+    (key, value), index = _views(tuple(totals), rows)
+    (key_part, value_part), part_index = _views(tuple(parts), part_rows)
+    adds = write is add_in_place
+    write_rows_of_both((key, value), (key_part, value_part), index, part_index, adds)
 
 
 def _views(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from experiments.long_context import baselines
-from sparseflash.distributed import passes, shared_rows, transport
+from sparseflash.distributed import fetch, shared_rows, transport
 
 
 @contextmanager
@@ -17,10 +17,8 @@ def nothing_exchanged() -> Iterator[None]:
     """A context in which exchanges return zeros, and an all-gather returns copies of own keys."""
 
     class Silent(transport.Exchange):
-        def __init__(self, group, source, send_splits, receive_splits, what, received=None):
-            if received is None:
-                received = source.new_empty(sum(receive_splits), *source.shape[1:])
-            self._received = received.zero_()
+        def __init__(self, group, source, send_splits, receive_splits, what):
+            self._received = source.new_zeros(sum(receive_splits), *source.shape[1:])
 
         def wait(self) -> Tensor:
             return self._received
@@ -41,10 +39,10 @@ def counted() -> Iterator[list[int]]:
     found: list[int] = []
 
     class Counting(transport.Exchange):
-        def __init__(self, group, source, send_splits, receive_splits, *rest, **named):
+        def __init__(self, group, source, send_splits, receive_splits, *rest):
             others = sum(receive_splits) - receive_splits[group.rank()]
             found.append(others * source.element_size() * source.shape[1:].numel())
-            super().__init__(group, source, send_splits, receive_splits, *rest, **named)
+            super().__init__(group, source, send_splits, receive_splits, *rest)
 
     gather = baselines.all_gather
 
@@ -60,7 +58,7 @@ def counted() -> Iterator[list[int]]:
 def _replaced(exchange: type[transport.Exchange], **of_baselines: Any) -> Iterator[None]:
     """Replaces the exchanges of all modules."""
     with ExitStack() as stack:
-        for module in (passes, shared_rows):
+        for module in (fetch, shared_rows):
             stack.enter_context(mock.patch.object(module, "Exchange", exchange))
         for name, function in of_baselines.items():
             stack.enter_context(mock.patch.object(baselines, name, function))

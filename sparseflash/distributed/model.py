@@ -23,7 +23,7 @@ WRITTEN_ROW, COPIED_BLOCK = 1.0, 2.0
 # More of that where waiting rows are not consecutive: by their bytes, a row of query is copied in
 # each pass, and of O and its gradient; and gradients of own keys are copied and added.
 GATHERED_ROW, ADDED_BLOCK = 3.0, 3.7
-MOST_PAIRWISE = 4  # rounds of whole shards: with each one rows are merged once more
+MOST_PAIRWISE = 4  # rounds of pairwise exchanges: with each one rows are merged once more
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,78 +116,50 @@ def divide_blocks(workload: Workload, owner: Tensor, ranks: int) -> Division:
     return Division(own + shared, fetched, ready + shared, waiting, rows, rows * scattered)
 
 
-def pairwise_exchanges_of(
-    workload: Workload, owner: Tensor, traffic: Tensor
-) -> tuple[tuple[int, ...], Tensor | None]:
-    """(distances, pairwise) of Fetches if every rank computes by keys, in one round.
+def pairwise_distances(workload: Workload, owner: Tensor, traffic: Tensor) -> tuple[int, ...]:
+    """The distances of pairwise exchanges if every rank computes by keys, in one round.
 
-    A shard that goes whole to one rank in a round is sent from the memory in which it lies. And
-    what one rank sends arrives in the order of the sequence. There are no such rounds if there
-    would be more than MOST_PAIRWISE.
+    What one rank sends arrives in the order of the sequence. So there are such rounds if what a
+    rank receives in one round would not, unless there would be more than MOST_PAIRWISE.
     """
-    pairwise = traffic == workload.tokens_of(owner, len(traffic))
-    found, every = _distances(pairwise), _distances(traffic > 0)
-    if len(found) < len(every) <= MOST_PAIRWISE:
-        sender = owner[workload.columns]
-        fetched = workload.fetched(owner, len(traffic)) & ~pairwise[:, sender]
-        if not all(_in_order(sender[columns]) for columns in fetched):
-            found, pairwise = every, traffic > 0
-    return (found, pairwise) if 0 < len(found) <= MOST_PAIRWISE else ((), None)
+    receiver, sender = traffic.nonzero().unbind(1)
+    distances = tuple((receiver ^ sender).unique().tolist())
+    if len(distances) > MOST_PAIRWISE or not any(_mixed(workload, owner, len(traffic))):
+        return ()
+    return distances
 
 
-def _distances(pairwise: Tensor) -> tuple[int, ...]:
-    receiver, sender = pairwise.nonzero().unbind(1)
-    return tuple((receiver ^ sender).unique().tolist())
+def _mixed(workload: Workload, owner: Tensor, ranks: int) -> list[bool]:
+    """Whether keys of all ranks, one rank after another, are not in the order of the sequence."""
+    sender = owner[workload.columns]
+    of_receivers = (sender[columns] for columns in workload.fetched(owner, ranks))
+    return [bool((senders.diff() < 0).any()) for senders in of_receivers]
 
 
 def receiving_rounds(workload: Workload, owner: Tensor, traffic: Tensor) -> Tensor:
     """int64 (ranks,): rounds in which each rank receives keys, by keys without round_tokens."""
-    _, pairwise = pairwise_exchanges_of(workload, owner, traffic)
-    if pairwise is None:
-        return (traffic.sum(1) > 0).long()
-    return (pairwise & (traffic > 0)).sum(1) + (traffic * ~pairwise > 0).any(1)
-
-
-def _in_order(numbers: Tensor) -> bool:
-    return bool((numbers.diff() >= 0).all())
+    if pairwise_distances(workload, owner, traffic):
+        return (traffic > 0).sum(1)
+    return (traffic.sum(1) > 0).long()
 
 
 def copied_tokens(workload: Workload, owner: Tensor, traffic: Tensor, split: Split) -> Tensor:
     """int64 (ranks,): tokens whose keys and values each rank copies in a forward pass.
 
-    In place these are the ones that it packs before it sends them. By keys there are also received
-    ones that do not arrive in the order of the sequence. By rows they are the ones that it packs,
-    and all that waiting rows attend, own and received ones.
+    These are the ones that it packs before it sends them. By keys there are also received ones
+    that do not arrive in the order of the sequence, and by rows all that waiting rows attend, own
+    and received ones.
     """
-    ranks = len(traffic)
-    if split == "in place":
-        sent_whole = traffic == workload.tokens_of(owner, ranks)
-        return (traffic * ~sent_whole if _is_one_to_one(traffic) else traffic).sum(0)
+    ranks, packed = len(traffic), traffic.sum(0)
     if split == "rows":
         waits = torch.zeros(workload.whole.grid.nq, dtype=torch.bool)
         row, few = workload.spans[0], workload.fetched_of_spans(owner, ranks) > 0
         waits[row[few]] = True
         attended = workload.needed(owner, ranks, rows=waits) * workload.column_tokens
-        return traffic.sum(0) + attended.sum(1)
-    distances, pairwise = pairwise_exchanges_of(workload, owner, traffic)
-    fetched, sender = workload.fetched(owner, ranks), owner[workload.columns]
-    rank = torch.arange(ranks)
-    distance, together, rounds = rank.unsqueeze(1) ^ rank, traffic, []
-    if pairwise is not None:
-        rounds = [traffic * (pairwise & (distance == each)) for each in distances]
-        together, fetched = traffic * ~pairwise, fetched & ~pairwise[:, sender]
-    mixed = [not _in_order(sender[columns]) for columns in fetched]
-    whole = workload.tokens_of(owner, ranks)
-    packed = [
-        each * (each != whole) if _is_one_to_one(each) else each for each in (*rounds, together)
-    ]
-    return torch.stack(packed).sum((0, 1)) + together.sum(1) * torch.tensor(mixed)
-
-
-def _is_one_to_one(traffic: Tensor) -> bool:
-    """Round.one_to_one, from the traffic of a round."""
-    some = traffic > 0
-    return int(some.sum(0).max()) <= 1 and int(some.sum(1).max()) <= 1
+        return packed + attended.sum(1)
+    if split == "in place" or pairwise_distances(workload, owner, traffic):
+        return packed
+    return packed + traffic.sum(1) * torch.tensor(_mixed(workload, owner, ranks))
 
 
 def can_be_in_place(workload: Workload) -> bool:

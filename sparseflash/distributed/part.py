@@ -63,8 +63,7 @@ class Round:
         attending: Own tokens of the rows that attend `columns`: those whose results are merged.
         attending_at: Index of each of them among `queries`.
         mask: The mask of these queries and keys; None if no query attends any key.
-        one_to_one: Whether each rank receives from one rank at most, and sends to one at most.
-            Then whole shards are sent from the memory in which they lie.
+        packed: The tokens of `send`, those of one rank after those of another.
     """
 
     send: tuple[Tokens, ...]
@@ -80,7 +79,7 @@ class Round:
     attending: Tokens
     attending_at: Tokens
     mask: BlockMask | None
-    one_to_one: bool
+    packed: Tokens
 
     @property
     def received(self) -> int:
@@ -91,6 +90,11 @@ class Round:
     def attended(self) -> int:
         """Number of key tokens that are attended."""
         return self.received + count(self.own)
+
+    @property
+    def arrives_in_order(self) -> bool:
+        """Whether the received tokens are all that are attended, and in this order."""
+        return isinstance(self.received_at, slice) and not count(self.own)
 
     def to(self, device: torch.device) -> "Round":
         send = tuple(x.to(device) if isinstance(x, Tensor) else x for x in self.send)
@@ -204,10 +208,8 @@ class Fetches:
         owner: int64 (units,), the rank that owns each unit.
         fetched: bool (ranks, nk), the key blocks that each rank receives.
         num_rounds: Number of all-to-alls, the same on every rank.
-        distances: Those of the pairwise exchanges, which are the first rounds: in round n rank r
-            receives from rank r ^ distances[n] only. The last round brings everything else.
-        pairwise: bool (ranks, ranks), whether a receiver gets the keys of a sender in one of these
-            rounds; None if there are none.
+        distances: Those of pairwise exchanges: in round n rank r receives from rank
+            r ^ distances[n] only. Empty if each round brings keys of several ranks.
     """
 
     workload: Workload
@@ -215,7 +217,6 @@ class Fetches:
     fetched: Tensor
     num_rounds: int
     distances: tuple[int, ...] = ()
-    pairwise: Tensor | None = None
 
     def round(self, rank: int, number: int, split: Split) -> Round:
         """Round `number` of a rank."""
@@ -264,7 +265,7 @@ class Fetches:
             attending=attending,
             attending_at=attending_at,
             mask=self._mask_of(numbers, columns),
-            one_to_one=not by_rows and self._is_one_to_one(of_ranks),
+            packed=_as_slice(torch.cat(sent)),
         )
 
     def in_place(self, rank: int) -> InPlace:
@@ -294,12 +295,6 @@ class Fetches:
         mask = self.workload.mask.take_blocks(rows, columns)
         return mask if mask.nnz_blocks else None
 
-    def _is_one_to_one(self, received: Sequence[Tensor]) -> bool:
-        """Round.one_to_one, from the columns that each rank receives."""
-        senders = [self._owner_of(columns).unique().tolist() for columns in received]
-        every = [sender for each in senders for sender in each]
-        return all(len(each) <= 1 for each in senders) and len(set(every)) == len(every)
-
     def ready_rows(self, rank: int) -> Tensor:
         """int64: the own block rows of a rank that attend no fetched key."""
         ready = torch.ones(len(self.rows_of(rank)), dtype=torch.bool)
@@ -320,17 +315,12 @@ class Fetches:
     def _received(self, rank: int, number: int) -> Tensor:
         """The key blocks that a rank receives in one round, in the order of arrival."""
         columns = self.fetched[rank].nonzero().flatten()
-        if self.pairwise is not None:
-            sender = self._owner_of(columns)
-            if number < len(self.distances):
-                partner = sender == rank ^ self.distances[number]
-                return columns[partner & self.pairwise[rank, sender]]
-            columns = columns[~self.pairwise[rank, sender]]
+        if self.distances:
+            return columns[self._owner_of(columns) == rank ^ self.distances[number]]
         # A rank starts with the keys of the next rank, so that not all ranks need the same sender.
         distance = (self._owner_of(columns) - rank - 1) % len(self.fetched)
         columns = columns[torch.argsort(distance, stable=True)]
-        number, rounds = number - len(self.distances), self.num_rounds - len(self.distances)
-        bounds = [len(columns) * i // rounds for i in (number, number + 1)]
+        bounds = [len(columns) * i // self.num_rounds for i in (number, number + 1)]
         columns = columns[bounds[0] : bounds[1]].sort().values
         return columns[torch.argsort(self._owner_of(columns), stable=True)]
 

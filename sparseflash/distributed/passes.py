@@ -33,16 +33,15 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 from sparseflash.dispatch.autograd import plain
 from sparseflash.dispatch.call import Call, empty_out
+from sparseflash.distributed.fetch import EVERY, Fetch, Return
 from sparseflash.distributed.part import Heads, Step, Tokens, count
 from sparseflash.distributed.prepare import InPlaceCalls, Prepared
 from sparseflash.distributed.shared_rows import SharedBackward, SharedForward, in_chunks
-from sparseflash.distributed.transport import Exchange
 from sparseflash.merge import add_in_place, copy_in_place, merge_in_place
 
 # Parts of a result, or of a gradient, that are added in its own dtype. More parts are added in
 # float32, which takes two more copies.
 MOST_ROUNDED = 4
-EVERY = slice(None)  # all tokens of a tensor
 
 
 class ContextParallelAttention(torch.autograd.Function):
@@ -98,7 +97,7 @@ def _forward(
 ) -> Result:
     """(out, lse, call of each step or None, keys and values of each step if they are saved)"""
     steps, at_once = prepared.part.steps, not prepared.plan.fetches_again
-    fetches = deque(_Fetch(prepared, key, value, x) for x in (steps if at_once else steps[:1]))
+    fetches = deque(Fetch(prepared, key, value, x) for x in (steps if at_once else steps[:1]))
     whole = _own_part(prepared, query, key, value)
     if shared is not None:
         shared.attend(key, value)
@@ -109,7 +108,7 @@ def _forward(
     for number, step in enumerate(steps):
         fetched = fetches.popleft().wait()
         if not at_once and number + 1 < len(steps):
-            fetches.append(_Fetch(prepared, key, value, steps[number + 1]))
+            fetches.append(Fetch(prepared, key, value, steps[number + 1]))
         call, result = _fetched_part(prepared, step, fetched, query)
         calls.append(call)
         saved += [fetched] if at_once else []
@@ -129,7 +128,7 @@ def _forward_in_place(
     masks, calls = prepared.part.in_place, prepared.in_place
     assert masks is not None, "the split is in place"
     assert calls is not None, "the split is in place"
-    fetches = [_Fetch(prepared, key, value, step) for step in prepared.part.steps]
+    fetches = [Fetch(prepared, key, value, step) for step in prepared.part.steps]
     wide = torch.promote_types(query.dtype, torch.float32)
     out, lse = empty_out(query, value), query.new_empty(query.shape[:3], dtype=wide)
     if masks.has_empty_rows:
@@ -256,32 +255,32 @@ class _Backward:
             for grad, like in zip(self._grads, self._inputs, strict=True)
         ]
 
-    def _run_in_place(self, calls: InPlaceCalls) -> "deque[_Return]":
+    def _run_in_place(self, calls: InPlaceCalls) -> "deque[Return]":
         """Computes all gradients but those that other ranks send."""
-        fetched, returning = list(self._fetched_of_steps()), deque[_Return]()
+        fetched, returning = list(self._fetched_of_steps()), deque[Return]()
         results, own = (self._out, self._lse), (self._query, self._key, self._value)
         of_query, of_keys, shared = self._needs[0], self._needs[1:3], []
 
-        def gradients(call: Call | None, inputs: Sequence[Tensor], needs, more=None):
+        def gradients(call: Call | None, inputs: Sequence[Tensor], needs, **memory):
             if call is None or not any(needs):
                 return [_zeros(x) if each else None for x, each in zip(inputs, needs, strict=True)]
-            call = replace(call, more=more, shared=shared)
+            call = replace(call, shared=shared, **memory)
             saved, needs = (*inputs, *results), (*needs, False, False, False)
             return [*call.backward(self._grad_out, self._grad_lse, saved, needs)[:3]]
 
         more = tuple(fetched[0]) if fetched and calls.waiting is not None else None
-        grad_query = gradients(calls.every, own, (of_query, False, False), more)[0]
+        grad_query = gradients(calls.every, own, (of_query, False, False), more=more)[0]
         del more
         for step, both in zip(self._steps, fetched, strict=True):
             if any(of_keys):
-                grads = (None, None)
+                returned, grads = Return(self._prepared, step), (None, None)
                 if calls.received is not None:
-                    of_received = gradients(
-                        calls.received, (self._query, *both), (False, *of_keys)
-                    )
-                    grads = of_received[1:]
-                    del of_received
-                returning.append(_Return(self._prepared, grads, step))
+                    needs, inputs = (False, *of_keys), (self._query, *both)
+                    memory = {"gradients": returned.gradients}
+                    grads = gradients(calls.received, inputs, needs, **memory)[1:]
+                    del inputs, memory
+                returned.send(grads)
+                returning.append(returned)
                 del grads
             both.clear()  # now, and not when the pass has ended
         grads = [grad_query, *gradients(calls.own, own, (False, *of_keys))[1:]]
@@ -290,16 +289,21 @@ class _Backward:
         ]
         return returning
 
-    def _run_parts(self) -> "deque[_Return]":
+    def _run_parts(self) -> "deque[Return]":
         """Computes all gradients but those that other ranks send and that are not added yet."""
         own_last = self._prepared.own is not None and not self._prepared.plan.fetches_again
-        fetched, returning = self._fetched_of_steps(), deque[_Return]()
+        fetched, returning = self._fetched_of_steps(), deque[Return]()
         if not own_last:
             self._add_own()
         for number, both in enumerate(fetched):
-            grads = self._grads_of_step(number, both)
+            returned = (
+                Return(self._prepared, self._steps[number]) if any(self._needs[1:3]) else None
+            )
+            grads = self._grads_of_step(number, both, returned)
             both.clear()  # now, and not when the pass has ended
-            returning += self._returned(number, grads)
+            if returned is not None:
+                returned.send((None, None) if grads is None else grads[1:3])
+                returning.append(returned)
             if own_last:  # gradients of all steps are sent while the own part is computed
                 self._hold_step(number, grads)
             else:  # those of a step are sent while the next one is computed
@@ -323,7 +327,7 @@ class _Backward:
         self._fetched = []
         return self._fetched_again(deque([self._fetch(0)])) if self._steps else iter(())
 
-    def _fetched_again(self, fetches: "deque[_Fetch]") -> Iterator[list[Tensor]]:
+    def _fetched_again(self, fetches: "deque[Fetch]") -> Iterator[list[Tensor]]:
         for number in range(1, len(self._steps) + 1):
             both = fetches.popleft().wait()
             if number < len(self._steps):
@@ -338,8 +342,8 @@ class _Backward:
         extras = (prepared.bias, prepared.block_scores, reads)
         return self._query, self._key, self._value, *extras
 
-    def _fetch(self, number: int) -> "_Fetch":
-        return _Fetch(self._prepared, self._key, self._value, self._steps[number])
+    def _fetch(self, number: int) -> Fetch:
+        return Fetch(self._prepared, self._key, self._value, self._steps[number])
 
     def _add_own(self) -> None:
         prepared = self._prepared
@@ -389,11 +393,13 @@ class _Backward:
             total[:, :, rows.own] = query.to(total.dtype)
 
     def _grads_of_step(
-        self, number: int, fetched: Sequence[Tensor]
+        self, number: int, fetched: Sequence[Tensor], returned: Return | None
     ) -> tuple[Tensor | None, ...] | None:
         step, call = self._steps[number], self._calls[number]
         if call is None:
             return None
+        if returned is not None:
+            call = replace(call, gradients=returned.gradients)
 
         def here(x: Tensor | None) -> Tensor | None:
             return None if x is None else _queries_of(x, step).contiguous()
@@ -401,14 +407,6 @@ class _Backward:
         saved = (_queries_of(self._query, step), *fetched, here(self._out), here(self._lse))
         grads = here(self._grad_out), here(self._grad_lse)
         return call.backward(*grads, saved, self._needs)
-
-    def _returned(self, number: int, grads: tuple[Tensor | None, ...] | None) -> "list[_Return]":
-        """Sends the gradients of received keys and values, if they are needed."""
-        if not (self._needs[1] or self._needs[2]):
-            return []
-        step = self._steps[number]
-        both = (None, None) if grads is None else grads[1:3]
-        return [_Return(self._prepared, both, step)]
 
     def _hold_step(self, number: int, grads: tuple[Tensor | None, ...] | None) -> None:
         """Holds the gradients of a step until the own part is done."""
@@ -528,129 +526,3 @@ def _add(
         copy_in_place(total, grad, tokens, at)
     else:
         add_in_place(total, grad, tokens, at)
-
-
-class _Layout(NamedTuple):
-    """The memory of the keys or values that a step exchanges, or of their gradients.
-
-    One-to-one it is that of a shard, (batch, heads, tokens, dims). Otherwise it is
-    (tokens, batch, heads, dims), so that what one rank sends to another is one range of it.
-    """
-
-    batch: int
-    heads: int
-    one_to_one: bool
-
-    @staticmethod
-    def of(prepared: Prepared, step: Step) -> "_Layout":
-        """The layout for the heads of a step."""
-        batch, kv_heads = prepared.key.shape[:2]
-        return _Layout(batch, len(range(kv_heads)[step.heads.of(kv_heads)]), step.round.one_to_one)
-
-    def empty(self, like: Tensor, tokens: int) -> Tensor:
-        """Uninitialised (batch, heads, tokens, dims) with this memory and the dims of `like`."""
-        if self.one_to_one:
-            return like.new_empty(self.batch, self.heads, tokens, like.shape[3])
-        return like.new_empty(tokens, self.batch, self.heads, like.shape[3]).permute(1, 2, 0, 3)
-
-    def rows(self, tensor: Tensor) -> Tensor:
-        """(batch, heads, tokens, dims) as rows for an exchange; copied if its memory differs."""
-        if self.one_to_one:
-            return contiguous(tensor).flatten(0, 2)
-        return contiguous(tensor.permute(2, 0, 1, 3)).flatten(1)
-
-    def splits(self, tokens: Sequence[int]) -> list[int]:
-        """The number of rows of so many tokens."""
-        return [n * self.batch * self.heads if self.one_to_one else n for n in tokens]
-
-    def tokens(self, rows: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `rows`; `like` has as many dims."""
-        if self.one_to_one:
-            return rows.view(self.batch, self.heads, -1, like.shape[3])
-        return rows.view(-1, self.batch, self.heads, like.shape[3]).permute(1, 2, 0, 3)
-
-    def gathered(self, tensor: Tensor, chosen: Sequence[Tokens]) -> Tensor:
-        """The rows of the chosen tokens, one choice after another: a view if they lie so."""
-        chosen = [tokens for tokens in chosen if count(tokens)]
-        if len(chosen) == 1 and isinstance(chosen[0], slice):
-            return self.rows(tensor[:, :, chosen[0]])
-        packed, begin = self.empty(tensor, sum(map(count, chosen))), 0
-        for tokens in chosen:
-            end = begin + count(tokens)
-            copy_in_place(packed, tensor, slice(begin, end), tokens)
-            begin = end
-        return self.rows(packed)
-
-
-def contiguous(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy whose memory is in the order of its dims."""
-    if tensor.is_contiguous():
-        return tensor
-    made = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    copy_in_place(made, tensor, EVERY)
-    return made
-
-
-class _Fetch:
-    """The keys and values that a step attends; the constructor starts the exchange."""
-
-    def __init__(self, prepared: Prepared, key: Tensor, value: Tensor, step: Step):
-        each = self._round = step.round
-        self._layout = layout = _Layout.of(prepared, step)
-        self._attended, self._exchanges = [], []
-        splits = layout.splits(each.send_splits), layout.splits(each.receive_splits)
-        for tensor, what in ((key, "keys"), (value, "values")):
-            own = tensor[:, step.heads.of(tensor.shape[1])]
-            sent, in_place = layout.gathered(own, each.send), None
-            if count(each.own):  # most keys are own ones, which keep the layout of a shard
-                attended = tensor.new_empty(*own.shape[:2], each.attended, tensor.shape[3])
-            else:
-                attended = layout.empty(tensor, each.attended)
-                if isinstance(each.received_at, slice):
-                    in_place = layout.rows(attended)
-            self._exchanges.append(Exchange(prepared.group, sent, *splits, what, in_place))
-            if count(each.own):
-                copy_in_place(attended, own, each.own_at, each.own)
-            self._attended.append(attended)
-
-    def wait(self) -> list[Tensor]:
-        """The keys and the values, (batch, heads, tokens, dims), in the order of the sequence."""
-        in_place = isinstance(self._round.received_at, slice) and not count(self._round.own)
-        for attended, exchange in zip(self._attended, self._exchanges, strict=True):
-            received = exchange.wait()
-            if not in_place:
-                received = self._layout.tokens(received, attended)
-                copy_in_place(attended, received, self._round.received_at)
-        return self._attended
-
-
-class _Return:
-    """Sends the gradients of the keys and values that a step received to their owners.
-
-    Args:
-        prepared: The call.
-        grads: The gradients of the attended keys and values; None for zeros.
-        step: The step.
-    """
-
-    def __init__(self, prepared: Prepared, grads: Sequence[Tensor | None], step: Step):
-        self._step, each = step, step.round
-        self._layout = layout = _Layout.of(prepared, step)
-        splits = layout.splits(each.receive_splits), layout.splits(each.send_splits)
-        self._exchanges, self._likes = [], (prepared.key, prepared.value)
-        for grad, like, what in zip(grads, self._likes, ("keys", "values"), strict=True):
-            if grad is None:
-                sent = layout.rows(layout.empty(like, each.received).zero_())
-            else:
-                sent = layout.gathered(grad, [each.received_at])
-            exchange = Exchange(prepared.group, sent, *splits, f"gradients of {what}")
-            self._exchanges.append(exchange)
-
-    def add_to(self, *totals: Tensor | None) -> None:
-        """Adds the received gradients, rank by rank: a token may have been sent to several."""
-        each, heads = self._step.round, self._step.heads
-        for total, like in zip(totals, self._likes, strict=True):
-            parts = self._exchanges.pop(0).wait().split(self._layout.splits(each.send_splits))
-            for part, tokens in zip(parts, each.send, strict=True):
-                _add(total, heads, tokens, self._layout.tokens(part, like), first=False)
-            del parts  # its memory is free before the next exchange is waited for

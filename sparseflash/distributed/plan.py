@@ -44,7 +44,7 @@ from sparseflash.distributed.model import (
     can_be_in_place,
     choose_split,
     copied_tokens,
-    pairwise_exchanges_of,
+    pairwise_distances,
 )
 from sparseflash.distributed.part import Fetches, Heads, Part, part_of, shared_rows_of
 from sparseflash.distributed.report import Report, report_of
@@ -261,10 +261,9 @@ class ContextPlan(Caching):
     def copied(self, groups: int = 1) -> Tensor:
         """The number of key tokens that each rank copies in a forward pass.
 
-        With split "in place" these are the ones that it packs before it sends them, with split
-        "keys" also received ones that do not arrive in the order of the sequence. With split
-        "rows" they are the ones that it packs, and all that waiting rows attend. With
-        round_tokens there may be fewer.
+        These are the ones that it packs before it sends them. With split "keys" there are also
+        received ones that do not arrive in the order of the sequence, and with split "rows" all
+        that waiting rows attend. With round_tokens there may be fewer.
 
         Args:
             groups: Number of groups of heads, from head_groups.
@@ -283,9 +282,8 @@ class ContextPlan(Caching):
     @cached_property
     def num_rounds(self) -> int:
         """All-to-alls of one pass, the same on every rank; 0 if no rank fetches keys."""
-        distances, pairwise = self.pairwise_exchanges
-        if pairwise is not None:
-            return len(distances) + int((self.costs.traffic.bool() & ~pairwise).any())
+        if self._distances:
+            return len(self._distances)
         most = max(int(needed.sum()) for needed in self._fetched)
         if self.round_tokens is None:
             return min(most, 1)
@@ -298,11 +296,11 @@ class ContextPlan(Caching):
         return self.round_tokens is not None and self.num_rounds > 1
 
     @cached_property
-    def pairwise_exchanges(self) -> tuple[tuple[int, ...], Tensor | None]:
-        """(distances, pairwise) of Fetches."""
+    def _distances(self) -> tuple[int, ...]:
+        """Those of pairwise exchanges; empty if there are none."""
         if self.split != "keys" or self.round_tokens is not None:
-            return (), None
-        return pairwise_exchanges_of(self.workload, self.owner, self.costs.traffic)
+            return ()
+        return pairwise_distances(self.workload, self.owner, self.costs.traffic)
 
     @cached_property
     def workload(self) -> Workload:
@@ -418,7 +416,7 @@ class ContextPlan(Caching):
     def _fetches(self, groups: int) -> list[Fetches]:
         """What ranks fetch for all heads, or for each group if heads have different masks."""
         if groups == 1 or self.mask.num_heads == 1:
-            rounds = (self.num_rounds, *self.pairwise_exchanges)
+            rounds = (self.num_rounds, self._distances)
             return [Fetches(self.workload, self.owner, self._fetched, *rounds)]
         if ("fetches", groups) not in self.cache:
             self.cache["fetches", groups] = [

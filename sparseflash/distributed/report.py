@@ -30,7 +30,7 @@ class Report:
         receive_bytes, send_bytes: Bytes that each rank receives and sends in a forward pass.
         backward_receive_bytes, backward_send_bytes: The same in a backward pass.
         copied_bytes: Bytes of keys and values that each rank copies in a forward pass: see
-            ContextPlan.copied. They are assumed to be contiguous, with more than one head.
+            ContextPlan.copied.
         shared_rows: Number of shared block rows.
         shared_bytes: The part of the bytes received by all ranks in a forward pass that belongs to
             shared rows.

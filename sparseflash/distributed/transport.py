@@ -42,8 +42,7 @@ def process_group_of(group: Group, ranks: int) -> ProcessGroup | None:
 class Exchange:
     """An asynchronous all-to-all of the rows of `source`, which are split by rank.
 
-    The constructor starts it. `wait`, which is called once, returns the received rows, in
-    `received` if it is given.
+    The constructor starts it. `wait`, which is called once, returns the received rows.
     """
 
     def __init__(
@@ -53,12 +52,9 @@ class Exchange:
         send_splits: list[int],
         receive_splits: list[int],
         what: str,
-        received: Tensor | None = None,
     ):
         self._source, self._what = source, what  # the source must not be freed before it is sent
-        if received is None:
-            received = source.new_empty(sum(receive_splits), *source.shape[1:])
-        self._received = received
+        self._received = source.new_empty(sum(receive_splits), *source.shape[1:])
         with _explain_errors(what):
             self._work = dist.all_to_all_single(
                 *(self._received, source, receive_splits, send_splits, group), async_op=True

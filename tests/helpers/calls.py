@@ -2,6 +2,8 @@
 tensors is checked.
 """
 
+import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -49,6 +51,45 @@ def call_on(
     call.max_logits = empty_max_logits(query) if spec.max_logits else None
     call.score_tensors = checked_score_tensors(spec.score, score_tensors, query)
     return call
+
+
+def gradients_in_memory(
+    backend, query, key, value, grad_out, mask, needs=(True, True, True), **facts
+) -> list[tuple]:
+    """(gradient, the same where there is memory for those of key and value, whether the backend
+    returned this memory), of query, key and value. The memory has a row for each token.
+    """
+    call = call_on(backend, query, key, mask, value, **facts)
+    saved = (query, key, value, *call.forward(query, key, value))
+    needs = (*needs, False, False, False)
+    expected = call.backward(grad_out, None, saved, needs)
+    sizes = [(len(x), x.shape[1], x.shape[3]) for x in (key, value)]
+    memory = key.new_full((key.shape[2], sum(map(math.prod, sizes))), math.nan)
+    parts = memory.split([math.prod(size) for size in sizes], 1)
+    views = [
+        x.unflatten(1, size).permute(1, 2, 0, 3) for x, size in zip(parts, sizes, strict=True)
+    ]
+    found = replace(call, gradients=views).backward(grad_out, None, saved, needs)
+    returned = [True, *(x is None or x is y for x, y in zip(found[1:3], views, strict=True))]
+    of_backend = backend.backward(replace(call, gradients=views), grad_out, None, saved, needs)
+    written = [any(x is view for view in views) for x in of_backend[:3]]
+    assert all(returned)
+    return [*zip(expected[:3], found[:3], written, strict=True)]
+
+
+def check_gradients_in_memory(*arguments, written=True, **facts):
+    """Checks that gradients in given memory have the bits of others, with and without need.
+
+    written: whether the backend writes there itself
+    """
+    for needs in ((True, True, True), (False, True, True), (True, False, True)):
+        found = gradients_in_memory(*arguments, needs=needs, **facts)
+        for i, (expected, gradient, by_backend) in enumerate(found):
+            if not needs[i]:
+                assert expected is gradient is None
+                continue
+            assert torch.equal(gradient, expected)
+            assert by_backend == (written and i > 0)
 
 
 def mask_that_covers(large, small=1.0):

@@ -31,8 +31,15 @@ from sparseflash.backends.triton.kernels.forward import forward_kernel
 from sparseflash.backends.triton.kernels.merge import (
     merge_rows_kernel,
     write_rows_kernel,
+    write_rows_of_both_kernel,
 )
-from sparseflash.backends.triton.merge import ROWS, add_rows, copy_rows, merge_rows
+from sparseflash.backends.triton.merge import (
+    ROWS,
+    add_rows,
+    copy_rows,
+    merge_rows,
+    write_rows_of_both,
+)
 from sparseflash.backends.triton_common import launcher, relaunch
 from sparseflash.dispatch.call import Positions
 from sparseflash.dispatch.compile import _compiled
@@ -303,21 +310,37 @@ def report_layouts(architecture: int):
         for total in (out, out.float()):
             add_rows(total, out, torch.arange(40))
             copy_rows(total, out, None, torch.arange(40))
+            both = (total, total), (out, out)
+            write_rows_of_both(*both, torch.arange(40), None, adds=True)
     yield VARIANTS.report()
 
 
 def report_rows(architecture: int):
-    """How wide the loads and stores are of parts that lie by head, and by token."""
+    """How wide the loads and stores are of parts that lie by head, and by token.
+
+    Values have other dims than keys: else the compiler may join the code of both.
+    """
     for dtype, dims in ((torch.bfloat16, 128), (torch.bfloat16, 40), (torch.float32, 64)):
         total, lse = torch.empty(1, 4, 100, dims, dtype=dtype), torch.empty(1, 4, 100)
         by_token = torch.empty(50, 1, 4, dims, dtype=dtype).permute(1, 2, 0, 3)
-        parts, of_a_thread = (total[:, :, 50:], by_token), ROWS * configs.padded_dims(dims) // 128
+        value_dims = -(-dims // 16) * 8
+        one, other = (
+            ROWS * configs.padded_dims(n) // 128 * dtype.itemsize // 16 for n in (dims, value_dims)
+        )
+        parts, of_both = (
+            (total[:, :, 50:], by_token),
+            (write_rows_of_both, write_rows_of_both_kernel),
+        )
         for part, rows in itertools.product(parts, (None, torch.arange(50))):
             some, lses = total[:, :, :50], (lse[:, :, :50], torch.empty(1, 4, 50))
-            for function, kernel, arguments, loaded in (
-                (merge_rows, merge_rows_kernel, (some, lses[0], part, lses[1], rows, rows), 2),
-                (add_rows, write_rows_kernel, (some, part, rows), 2),
-                (copy_rows, write_rows_kernel, (some, part, None, rows), 1),
+            both = [(x, x[..., :value_dims]) for x in (some, part)]
+            merged = (some, lses[0], part, lses[1], rows, rows)
+            for function, kernel, arguments, written, operands in (
+                (merge_rows, merge_rows_kernel, merged, one, 2),
+                (add_rows, write_rows_kernel, (some, part, rows), one, 2),
+                (copy_rows, write_rows_kernel, (some, part, None, rows), one, 1),
+                (*of_both, (*both, rows, None, True), one + other, 2),
+                (*of_both, (*both, None, rows, False), one + other, 1),
             ):
                 kernel.device_caches.clear()
                 function(*arguments)
@@ -326,8 +349,8 @@ def report_rows(architecture: int):
                 yield {
                     "variant": name,
                     "accesses": accesses_of_globals(found.asm["ptx"]),
-                    "16 bytes of a thread": of_a_thread * dtype.itemsize // 16,
-                    "loaded": loaded,
+                    "written": written,
+                    "operands": operands,
                 }
 
 

@@ -2,7 +2,6 @@
 
 import os
 import random
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -23,6 +22,7 @@ from sparseflash.dispatch.call import Call
 from sparseflash.distributed import (
     ContextPlan,
     context_parallel_attention,
+    fetch,
     gather,
     make_plan,
     part,
@@ -480,27 +480,42 @@ def bytes_moved(rank: int, mask_name: str, strategy: str, split: str) -> list[li
     return [forward, backward, planned, returned]
 
 
+def order_of_a_call(rank: int, split: str) -> list[list[str]]:
+    """The exchanges and calls of attention of the forward and of the backward pass, in order."""
+    events, forward, backward = [], Call.forward, Call.backward
+    exchange = dist.all_to_all_single
+
+    def noted(function, what):
+        def noting(*arguments, **keywords):
+            events.append(what)
+            return function(*arguments, **keywords)
+
+        return noting
+
+    mask, ranks = masks.local(20)(WHOLE, BLOCK), dist.get_world_size()
+    plan = make_plan(mask, ranks, "contiguous", split=split)
+    own = [plan.shard(x, rank, 2).requires_grad_() for x in inputs(torch.float64, 16, WHOLE)[:3]]
+    with (
+        in_place_on_cpus(),
+        mock.patch.object(dist, "all_to_all_single", noted(exchange, "exchange")),
+        mock.patch.object(Call, "forward", noted(forward, "attention")),
+        mock.patch.object(Call, "backward", noted(backward, "attention")),
+    ):
+        out = context_parallel_attention(*own, plan)
+        in_forward = len(events)
+        out.sum().backward()
+    return [events[:in_forward], events[in_forward:]]
+
+
 def bytes_copied(rank: int, mask_name: str, strategy: str, split: str) -> tuple[int, int, int]:
     """Bytes of keys and values that are copied in the forward pass, and those of the plan; and
     bytes of gradients that are packed in the backward pass.
     """
-    copied, exchanging = [0], [False]
-    copy_in_place = passes.copy_in_place
+    copied, copy = [0], fetch.copy_both_in_place
 
-    def counted(total, part, rows, part_rows=slice(None)):
-        copied[0] += exchanging[0] * total[:, :, rows].nbytes
-        copy_in_place(total, part, rows, part_rows)
-
-    def of_exchange(function):
-        """The function, in which copies are those of keys, values and gradients of them."""
-
-        def exchanged(*arguments):
-            exchanging[0] = True
-            found = function(*arguments)
-            exchanging[0] = False
-            return found
-
-        return exchanged
+    def counted(totals, parts, rows, part_rows=slice(None)):
+        copied[0] += sum(total[:, :, rows].nbytes for total in totals)
+        copy(totals, parts, rows, part_rows)
 
     length = 256 if mask_name == "whole butterfly" else LENGTH
     mask = masks.butterfly()(length, BLOCK) if length == 256 else mask_of(mask_name)
@@ -508,14 +523,7 @@ def bytes_copied(rank: int, mask_name: str, strategy: str, split: str) -> tuple[
     value_dim = 2 * DIMS
     given = inputs(torch.float64, value_dim, length)[:3]
     own = [plan.shard(x, rank, 2).requires_grad_() for x in given]
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(passes, "copy_in_place", counted))
-        for kind, name in (
-            *((passes._Fetch, "__init__"), (passes._Fetch, "wait")),
-            (passes._Return, "__init__"),
-        ):
-            wrapped = of_exchange(getattr(kind, name))
-            stack.enter_context(mock.patch.object(kind, name, wrapped))
+    with mock.patch.object(fetch, "copy_both_in_place", counted):
         out = context_parallel_attention(*own, plan)
         forward = copied[0]
         out.sum().backward()

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sparseflash.dispatch.call import Call
-from sparseflash.distributed import ContextPlan, context_parallel_attention, passes, prepare
+from sparseflash.distributed import ContextPlan, context_parallel_attention, fetch, passes, prepare
 
 
 class LiveMemory(TorchDispatchMode):
@@ -87,8 +87,10 @@ def _nothing_computed() -> Iterator[None]:
         return query.new_empty(*query.shape[:3], value.shape[3]), lse
 
     def backward(self, grad_out, grad_lse, saved, needs):
+        memory = (None, *(self.gradients or (None, None)))
         grads = [
-            torch.empty_like(x) if y else None for x, y in zip(saved[:3], needs, strict=False)
+            (torch.empty_like(x) if given is None else given) if needed else None
+            for x, given, needed in zip(saved[:3], memory, needs, strict=False)
         ]
         return (*grads, None, None, None)
 
@@ -108,6 +110,8 @@ def _nothing_computed() -> Iterator[None]:
             (passes, "merge_in_place", lambda *_: None),
             (passes, "add_in_place", lambda *_: None),
             (passes, "copy_in_place", lambda *_: None),
+            (fetch, "add_both_in_place", lambda *_: None),
+            (fetch, "copy_both_in_place", lambda *_: None),
         ):
             stack.enter_context(mock.patch.object(target, name, replaced))
         yield

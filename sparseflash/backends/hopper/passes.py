@@ -142,21 +142,22 @@ def _fused(
     call: Call, query: Tensor, grad_out: Tensor, key: Tensor, value: Tensor, lse_delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq_accumulator = _zero_dq_accumulator(query, call.table)
-    inputs = (query, grad_out, key, value)
+    inputs = (query, grad_out, key, value, *(call.gradients or ()))
     prepared = prepare_once(call.plan, _prepare_fused, inputs)
-    grad_query, grad_key, grad_value = empty_tensors(prepared.outputs, call.spec.device)
+    grad_query, *both = empty_tensors(prepared.outputs, call.spec.device)
+    grad_key, grad_value = call.gradients or both
     inputs = (query, grad_out, lse_delta, key, value)
     prepared.launch(call, *inputs, dq_accumulator, grad_key, grad_value)
     _convert_dq(dq_accumulator, call.spec.scale, grad_query)
     return grad_query, grad_key, grad_value
 
 
-def _prepare_fused(
-    spec: AttentionSpec, _: int, query: Tensor, _grad_out: Tensor, key: Tensor, value: Tensor
-) -> PreparedKernel:
+def _prepare_fused(spec: AttentionSpec, _: int, *inputs: Tensor) -> PreparedKernel:
+    query, _grad_out, key, value, *given = inputs
     tile = WARPGROUP_TILE
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, _dq_box(spec), tile, tile)
-    outputs = layouts_of([empty_like(x) for x in (query, key, value)])
+    new = () if given else (key, value)
+    outputs = layouts_of([empty_like(x) for x in (query, *new)])
     config = configs.FUSED_CONFIGS[configs.tile_width(spec.head_dim)]
     return PreparedKernel(backward_fused_kernel, access, config, outputs, by_key=True)
 
@@ -221,18 +222,22 @@ def _dkdv(
     with_key: bool = True,
     with_value: bool = True,
 ) -> list[Tensor | None]:
-    inputs = (query, grad_out, key, value)
+    inputs = (query, grad_out, key, value, *(call.gradients or ()))
     prepared = prepare_once(call.plan, _prepare_dkdv, inputs, with_key, with_value)
-    gradients = empty_tensors(prepared.outputs, call.spec.device)
+    if call.gradients is None:
+        gradients = empty_tensors(prepared.outputs, call.spec.device)
+    else:
+        needed = zip(call.gradients, (with_key, with_value), strict=True)
+        gradients = [x if needed else None for x, needed in needed]
     prepared.launch(call, query, grad_out, lse_delta, key, value, *gradients)
     return gradients
 
 
 def _prepare_dkdv(spec: AttentionSpec, block: int, *inputs_and_needs: Any) -> PreparedKernel:
-    _query, _grad_out, key, value, with_key, with_value = inputs_and_needs
+    _query, _grad_out, key, value, *given, with_key, with_value = inputs_and_needs
     tile = WARPGROUP_TILE
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, tile, tile)
-    needs = ((key, with_key), (value, with_value))
+    needs = ((key, with_key), (value, with_value)) if not given else ()
     outputs = layouts_of([empty_like(x) if needed else None for x, needed in needs])
     config = configs.DKDV_CONFIGS[block][configs.tile_width(spec.widest_dim)]
     return PreparedKernel(backward_dkdv_kernel, access, config, outputs, by_key=True)

@@ -6,7 +6,11 @@ import triton
 from torch import Tensor
 
 from sparseflash.backends.triton import configs
-from sparseflash.backends.triton.kernels.merge import merge_rows_kernel, write_rows_kernel
+from sparseflash.backends.triton.kernels.merge import (
+    merge_rows_kernel,
+    write_rows_kernel,
+    write_rows_of_both_kernel,
+)
 from sparseflash.backends.triton.launch import launch_with_layout
 
 ROWS = 32  # of a program; with 128 dims in 16 bits a warp reads four rows at a time
@@ -56,15 +60,36 @@ def copy_rows(
     _launch(write_rows_kernel, (total, part), (), rows, part_rows, ADDS=False)
 
 
+def write_rows_of_both(
+    totals: tuple[Tensor, Tensor],
+    parts: tuple[Tensor, Tensor],
+    rows: Tensor | None,
+    part_rows: Tensor | None,
+    adds: bool,
+) -> None:
+    """Adds or copies rows of keys and of values, or gradients of them, in one launch.
+
+    Args:
+        totals, parts: Two tensors each as in add_rows, with as many heads; their dims may differ.
+        rows, part_rows: As in merge_rows.
+        adds: Whether rows are added, not copied.
+    """
+    (key, value), (key_part, value_part) = totals, parts
+    sizes = {"KEY_DIM": key.shape[3], "KEY_DIMS": configs.padded_dims(key.shape[3])}
+    tensors = (key, key_part, value, value_part)
+    _launch(write_rows_of_both_kernel, tensors, (), rows, part_rows, ADDS=adds, **sizes)
+
+
 def _launch(
     kernel: Any,
-    tensors: tuple[Tensor, Tensor],
+    tensors: tuple[Tensor, ...],
     others: tuple[Tensor | int, ...],
     rows: Tensor | None,
     part_rows: Tensor | None,
-    **constants: bool,
+    **constants: int,
 ) -> None:
-    total, part = tensors
+    """Launches a kernel of one or several totals, each followed by its part."""
+    total, part = tensors[-2:]
     batch, heads, _, dims = part.shape
     pairs = ((total, rows), (part, part_rows))
     q_len, of_part = (x.shape[2] if index is None else len(index) for x, index in pairs)
@@ -73,7 +98,7 @@ def _launch(
     sizes = {"VALUE_DIM": dims, "VALUE_DIMS": configs.padded_dims(dims), "ROWS": ROWS}
     launch_with_layout(
         kernel,
-        (triton.cdiv(q_len, ROWS), heads, batch),
+        (triton.cdiv(q_len, ROWS), heads, batch * len(tensors) // 2),
         tensors,
         (*others, rows, part_rows, q_len),
         constants | sizes | {"enable_fp_fusion": True},

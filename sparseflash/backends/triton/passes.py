@@ -60,9 +60,11 @@ def backward(
     needs_query, needs_key, needs_value, *needs_sums = needs
     sums: tuple[Tensor | None, ...] = (None, None, None)
     padded_len = call.table.by_query.num_rows * call.table.block_size[0]
-    facts = (needs_query, needs_key or needs_value, padded_len)
+    new = (needs_key or needs_value) and call.gradients is None
+    facts = (needs_query, new, padded_len)
     layouts = prepare_once(call.plan, _layouts_of_gradients, (query, key, value), *facts)
-    grad_query, grad_key, grad_value, lse_delta = empty_tensors(layouts, call.plan.spec.device)
+    grad_query, *both, lse_delta = empty_tensors(layouts, call.plan.spec.device)
+    grad_key, grad_value = call.gradients or both
     lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     lse_arguments = (grad_lse, *lse_strides, lse, lse_delta)
     inputs = {"query": query, "key": key, "value": value}
@@ -85,9 +87,9 @@ def backward(
 
 def _layouts_of_gradients(spec: AttentionSpec, _block: int, *inputs_and_needs: Any) -> tuple:
     """Layouts of dQ, of dK and dV, and of LSE and delta."""
-    query, key, value, needs_query, needs_key_or_value, padded_len = inputs_and_needs
+    query, key, value, needs_query, new_of_keys, padded_len = inputs_and_needs
     lse_delta = query.new_empty(*query.shape[:2], 2, padded_len, dtype=torch.float32)
-    needs = ((query, needs_query), (key, needs_key_or_value), (value, needs_key_or_value))
+    needs = ((query, needs_query), (key, new_of_keys), (value, new_of_keys))
     examples = [empty_like(x) if needed else None for x, needed in needs]
     return layouts_of([*examples, lse_delta])
 

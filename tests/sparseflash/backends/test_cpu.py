@@ -17,7 +17,7 @@ from sparseflash.dispatch.autograd import run
 from sparseflash.reference import standard_attention
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 from sparseflash.testing.error_budget import assert_close_to_reference
-from tests.helpers.calls import call_on, plan_of, spec_of
+from tests.helpers.calls import call_on, check_gradients_in_memory, plan_of, spec_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PATTERNS = {
@@ -597,3 +597,12 @@ def test_blocks_that_only_the_device_or_another_sequence_knows_stay_as_they_are(
     part = spec_of(query, query, mask, bias=True, positions=True)
     assert cpu.block_size_for(part, mask) == (16, 16)
     assert cpu.block_size_for(spec_of(query, query, mask, bias=True), mask) == (64, 64)
+
+
+def test_gradients_in_given_memory():
+    """The backend makes new tensors, which the call copies."""
+    query, key, value, grad_out = make_inputs(2, 2, 50, 70, 16, kv_heads=1, value_dim=24)
+    check_gradients_in_memory(
+        *(cpu, query, key, value, grad_out, mask_of(dense_mask("scattered", 50, 70))),
+        written=False,
+    )

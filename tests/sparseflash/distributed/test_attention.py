@@ -225,6 +225,17 @@ def test_what_shared_heads_do_not_take_is_named(four_ranks):
         assert "score must not depend on the head" in answers[4]
 
 
+@pytest.mark.parametrize("split", ["in place", "keys"])
+def test_keys_and_values_are_one_exchange_before_any_attention(two_ranks, split):
+    """And their gradients are one, before those of own keys are computed."""
+    forward = ["exchange", "attention", "attention"]
+    backward = ["attention", "exchange", "attention"]
+    if split == "in place":  # the gradient of all queries is computed first
+        backward = ["attention", *backward]
+    for answer in two_ranks.run(cases.order_of_a_call, split):
+        assert answer == [forward, backward]
+
+
 @pytest.mark.parametrize("mask", ["causal", "random", "documents", "head masks"])
 def test_bytes_moved_are_those_of_the_plan(ranks, mask):
     for split in ("rows", "keys", "rounds", "shared rows", "shared rounds"):
@@ -243,10 +254,10 @@ def test_bytes_copied_are_those_of_the_plan(ranks, mask, strategy):
             assert found == planned
 
 
-def test_shards_that_are_sent_whole_are_not_packed(ranks):
-    """On four ranks each shard goes to two ranks, in two rounds; nor are gradients packed."""
+def test_gradients_are_sent_from_where_they_are_written(ranks):
+    """If keys arrive in the order of the sequence; on four ranks each rank gets two shards."""
     answers = ranks.run(cases.bytes_copied, "whole butterfly", "contiguous", "keys")
-    assert all(answer == (0, 0, 0) for answer in answers), answers
+    assert all(packed == 0 < sent for sent, _, packed in answers), answers
 
 
 @pytest.mark.slow(10)

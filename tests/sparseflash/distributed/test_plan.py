@@ -318,29 +318,28 @@ def test_a_plan_in_place_has_another_one_for_calls_that_are_not():
     assert plan.not_in_place.part(0).in_place is None
 
 
-def test_whole_shards_are_exchanged_in_pairs_of_ranks():
+def test_keys_of_several_ranks_that_would_be_mixed_are_exchanged_in_pairs_of_ranks():
     butterfly, full = masks.butterfly()(4096, 64), masks.full()(4096, 64)
-    plan = make_plan(butterfly, 4, "contiguous", split="keys")
-    assert plan.num_rounds == 2
+    plan = make_plan(butterfly, 4, "zigzag", split="keys")
+    assert plan.num_rounds == 3
     for rank in range(4):
         rounds = plan.part(rank).rounds
-        assert [each.one_to_one for each in rounds] == [True, True]
-        assert [each.receive_splits for each in rounds] == [
-            [1024 * (sender == rank ^ distance) for sender in range(4)] for distance in (1, 2)
+        assert all(each.arrives_in_order for each in rounds)
+        senders = [[n for n, count in enumerate(each.receive_splits) if count] for each in rounds]
+        assert all(each in ([], [rank ^ n]) for each, n in zip(senders, (1, 2, 3), strict=True))
+        received = [
+            sum(splits) for splits in zip(*(x.receive_splits for x in rounds), strict=True)
         ]
+        assert received == plan.traffic()[rank].tolist()
     # Three ranks have pairs too, of which one rank is left out in each round.
-    assert make_plan(full, 3, "contiguous", split="keys").num_rounds == 3
-    # Each round merges all rows: of many rounds one that packs takes less time.
-    assert make_plan(full, 8, "contiguous", split="keys").num_rounds == 1
-    assert make_plan(full, 4, "contiguous", split="rows").num_rounds == 1
-    # Rank 1 gets all keys of rank 0 and few of rank 2; rank 0 few of rank 1.
-    window = masks.local((1024, 100))(4096, 64)
-    rounds = make_plan(window, 4, "contiguous", split="keys").part(1).rounds
-    assert [(each.one_to_one, each.receive_splits) for each in rounds] == [
-        (True, [1024, 0, 0, 0]),
-        (True, [0, 0, 0, 0]),
-        (True, [0, 0, 128, 0]),
-    ]
+    assert make_plan(full, 3, "zigzag", split="keys").num_rounds == 3
+    # Each round merges all rows: of many rounds one that puts keys in order takes less time.
+    assert make_plan(full, 8, "zigzag", split="keys").num_rounds == 1
+    assert make_plan(full, 4, "zigzag", split="rows").num_rounds == 1
+    # The keys of contiguous shards arrive in the order of the sequence.
+    plan = make_plan(butterfly, 4, "contiguous", split="keys")
+    assert plan.num_rounds == 1
+    assert all(plan.part(rank).rounds[0].arrives_in_order for rank in range(4))
 
 
 def test_only_rows_that_attend_are_merged():

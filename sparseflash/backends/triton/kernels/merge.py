@@ -107,6 +107,23 @@ def merge_rows_kernel(
     tl.store(lse_pointers, merged_lse, mask=these.valid)
 
 
+@triton.jit
+def write_rows(
+    total, total_strides, part, part_strides, these,
+    ADDS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr,
+    ALIGN: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    at = tiles_of_rows(
+        total, total_strides, part, part_strides, these, VALUE_DIM, VALUE_DIMS, ALIGN, INDEX
+    )
+    if ADDS:
+        tile = tl.load(at.total, mask=at.inside, other=0.0).to(tl.float32)
+        tile += tl.load(at.part, mask=at.inside, other=0.0).to(tl.float32)
+    else:
+        tile = tl.load(at.part, mask=at.inside, other=0.0)
+    tl.store(at.total, tile.to(total.dtype.element_ty), mask=at.inside)
+
+
 @triton.jit(**unspecialized("total", "part"))
 def write_rows_kernel(
     total, total_batch, total_head, total_token, total_dim,
@@ -119,12 +136,47 @@ def write_rows_kernel(
     these = rows_of_program(rows, part_rows, q_len, ROWS)
     total_strides = (total_batch, total_head, total_token, total_dim)
     part_strides = (part_batch, part_head, part_token, part_dim)
-    at = tiles_of_rows(
-        total, total_strides, part, part_strides, these, VALUE_DIM, VALUE_DIMS, ALIGN, INDEX
+    write_rows(
+        total, total_strides, part, part_strides, these, ADDS, VALUE_DIM, VALUE_DIMS, ALIGN, INDEX
     )
-    if ADDS:
-        tile = tl.load(at.total, mask=at.inside, other=0.0).to(tl.float32)
-        tile += tl.load(at.part, mask=at.inside, other=0.0).to(tl.float32)
+
+
+@triton.jit(**unspecialized("key", "key_part", "value", "value_part"))
+def write_rows_of_both_kernel(
+    key, key_batch, key_head, key_token, key_dim,
+    key_part, key_part_batch, key_part_head, key_part_token, key_part_dim,
+    value, value_batch, value_head, value_token, value_dim,
+    value_part, value_part_batch, value_part_head, value_part_token, value_part_dim,
+    rows, part_rows, q_len,
+    ADDS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_DIMS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, ROWS: tl.constexpr,
+    ALIGN: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """As write_rows_kernel, for keys and values, or gradients of them. Programs with an even
+    number along the last axis write keys, the others values.
+    """
+    found = rows_of_program(rows, part_rows, q_len, ROWS)
+    number = tl.program_id(2)
+    these = Rows(found.row, found.part_row, found.valid, found.head, number // 2)
+    if number % 2 == 0:
+        total_strides = (key_batch, key_head, key_token, key_dim)
+        part_strides = (key_part_batch, key_part_head, key_part_token, key_part_dim)
+        write_rows(
+            key,
+            total_strides,
+            key_part,
+            part_strides,
+            these,
+            ADDS,
+            KEY_DIM,
+            KEY_DIMS,
+            ALIGN,
+            INDEX,
+        )
     else:
-        tile = tl.load(at.part, mask=at.inside, other=0.0)
-    tl.store(at.total, tile.to(total.dtype.element_ty), mask=at.inside)
+        total_strides = (value_batch, value_head, value_token, value_dim)
+        part_strides = (value_part_batch, value_part_head, value_part_token, value_part_dim)
+        write_rows(
+            value, total_strides, value_part, part_strides, these,
+            ADDS, VALUE_DIM, VALUE_DIMS, ALIGN, INDEX,
+        )  # fmt: skip

@@ -16,7 +16,7 @@ from sparseflash.dispatch.autograd import run
 from sparseflash.score import ScoreFunction
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 from tests.helpers import simulated_gluon
-from tests.helpers.calls import call_on
+from tests.helpers.calls import call_on, check_gradients_in_memory
 from tests.helpers.max_logits import expected
 from tests.helpers.simulated_hopper import check, simulated_score, simulation
 
@@ -471,3 +471,13 @@ def test_simulated_maximum_logits_of_scores_that_are_changed():
     reference = scores.masked_fill(~allowed, -torch.inf).amax(-1)
     torch.testing.assert_close(found.double(), reference, rtol=1e-5, atol=1e-5)
     assert found[0].isneginf().all()
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["two kernels", "fused"])
+@pytest.mark.parametrize("value_dim", [64, 40, 192])
+def test_gradients_in_given_memory(value_dim, deterministic):
+    dims, dtype = (192 if value_dim == 192 else 64), torch.bfloat16
+    inputs = make_inputs(1, 2, 200, 300, dims, kv_heads=1, dtype=dtype, value_dim=value_dim)
+    mask = PATTERNS["heavy row"]((200, 300), 128)
+    with simulation(), poisoned_empty():
+        check_gradients_in_memory(hopper, *inputs, mask, deterministic=deterministic)

@@ -46,9 +46,9 @@ def test_what_is_launched_without_asking_triton_is_what_triton_would_launch(comp
 def test_rows_are_merged_added_and_copied_by_wide_loads(compiler):
     """A thread loads 16 bytes at a time of each operand; otherwise only indices and LSE."""
     reports = compiler.reports("triton", "rows", 90)
-    assert len(reports) == 36
+    assert len(reports) == 60
     for report in reports:
-        accesses, of_a_thread = report["accesses"], report["16 bytes of a thread"]
-        assert accesses["ld16"] == report["loaded"] * of_a_thread, report
-        assert accesses["st16"] == of_a_thread, report
+        accesses, written = report["accesses"], report["written"]
+        assert accesses["ld16"] == report["operands"] * written, report
+        assert accesses["st16"] == written, report
         assert set(accesses) <= {"ld16", "st16", "ld4", "ld8", "st4"}, report

@@ -11,7 +11,12 @@ import triton.language as tl
 from sparseflash import merge, merge_attention
 from sparseflash.backends.triton import merge as merge_rows_of
 from sparseflash.backends.triton.kernels.merge import Rows, tiles_of_rows
-from sparseflash.backends.triton.merge import add_rows, copy_rows, merge_rows
+from sparseflash.backends.triton.merge import (
+    add_rows,
+    copy_rows,
+    merge_rows,
+    write_rows_of_both,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -83,6 +88,45 @@ def test_rows_are_added_and_copied(dtype, part_dtype, both):
         copy_rows(total[:, :, :50], part, None, part_rows)
         torch.testing.assert_close(total[:, :, :50], copied[:, :, rows])
     assert torch.equal(whole[:, :1], outside)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("rows", ["all", "some", "some of both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_keys_and_values_are_written_together(dtype, rows, adds):
+    """Side by side in one row for each token, whose keys and values have different dims."""
+    torch.manual_seed(0)
+    dims, tokens = (24, 40), 90
+    memory = torch.randn(tokens, 2 * 3 * sum(dims), device=DEVICE).to(dtype)
+    totals = [
+        x.unflatten(1, (2, 3, -1)).permute(1, 2, 0, 3)
+        for x in memory.split([6 * n for n in dims], 1)
+    ]
+    q_len = tokens if rows == "all" else 50
+    index = None if rows == "all" else torch.randperm(tokens, device=DEVICE)[:q_len]
+    parts = [torch.randn(2, 3, q_len, n, device=DEVICE).bfloat16() for n in dims]
+    at = torch.arange(tokens, device=DEVICE) if index is None else index
+    expected = [x.clone() for x in totals]
+    for total, part in zip(expected, parts, strict=True):
+        written = part.float() + adds * total[:, :, at].float()
+        total[:, :, at] = written.to(dtype)
+    part_index = None
+    if rows == "some of both":
+        part_index, parts = scattered(parts, 77)
+    write_rows_of_both((totals[0], totals[1]), (parts[0], parts[1]), index, part_index, adds)
+    for total, each in zip(totals, expected, strict=True):
+        torch.testing.assert_close(total, each)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_one_launch_writes_keys_and_values(dtype):
+    totals = torch.randn(2, 1, 2, 20, 8, dtype=dtype).unbind()
+    parts = torch.randn(2, 1, 2, 20, 8).unbind()
+    with mock.patch.object(merge_rows_of, "write_rows_of_both") as by_kernel:
+        for write in (merge.add_both_in_place, merge.copy_both_in_place):
+            write(on_gpu(*totals), on_gpu(*parts), slice(None))
+    launches = [arguments[-1] for arguments, _ in by_kernel.call_args_list]
+    assert launches == ([True, False] if dtype != torch.float64 else [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

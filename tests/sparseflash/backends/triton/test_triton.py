@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from masks.block_mask import BlockMask
+from sparseflash.backends import triton as triton_backend
 from sparseflash.testing import STRIDES, make_inputs
+from tests.helpers.calls import check_gradients_in_memory
 from tests.helpers.triton_calls import DEVICE, DTYPES, block_sparse, check, mixed_mask
 
 
@@ -217,3 +219,9 @@ def test_repeated_runs_give_the_same_bits():
 def test_empty_batch():
     inputs = make_inputs(0, 2, 32, 32, 16, device=DEVICE)
     check(inputs, torch.ones(1, 32, 32, dtype=torch.bool), (16, 16))
+
+
+def test_gradients_in_given_memory():
+    inputs = make_inputs(2, 2, 50, 70, 16, kv_heads=1, value_dim=24, device=DEVICE)
+    mask = BlockMask.from_dense(mixed_mask(50, 70, (16, 32))[0], (16, 32)).to(DEVICE)
+    check_gradients_in_memory(triton_backend, *inputs, mask)

@@ -1,0 +1,115 @@
+"""The exchanges of keys and values, and those of their gradients.
+
+Keys and values are sent side by side in one exchange: the row of a token has its keys of all
+heads, and behind them its values of all heads. So one exchange is started before any attention is
+computed. A second one could start only when no attention is computed: the CTAs of a kernel of
+attention stay on all multiprocessors until it ends.
+"""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from sparseflash.distributed.part import Step, count
+from sparseflash.distributed.prepare import Prepared
+from sparseflash.distributed.transport import Exchange
+from sparseflash.merge import add_both_in_place, add_in_place, copy_both_in_place, copy_in_place
+
+EVERY = slice(None)  # all tokens of a tensor
+Both = tuple[Tensor, Tensor]  # keys and values (batch, heads, tokens, dims), or their gradients
+
+
+class Fetch:
+    """The keys and values that a step attends; the constructor starts the exchange."""
+
+    def __init__(self, prepared: Prepared, key: Tensor, value: Tensor, step: Step):
+        each = self._round = step.round
+        self._own = _of_heads(key, value, step)
+        sent = _empty_rows(self._own, sum(each.send_splits))
+        copy_both_in_place(_views(sent, self._own), self._own, EVERY, each.packed)
+        splits = each.send_splits, each.receive_splits
+        self._exchange = Exchange(prepared.group, sent, *splits, "keys and values")
+
+    def wait(self) -> list[Tensor]:
+        """The keys and the values, (batch, heads, tokens, dims), in the order of the sequence."""
+        each, own = self._round, self._own
+        if each.arrives_in_order:
+            return [*_views(self._exchange.wait(), own)]
+        if count(each.own):  # most keys are own ones, which keep the layout of a shard
+            attended = [x.new_empty(*x.shape[:2], each.attended, x.shape[3]) for x in own]
+            copy_both_in_place(attended, own, each.own_at, each.own)
+        else:
+            attended = [*_views(_empty_rows(own, each.attended), own)]
+        copy_both_in_place(attended, _views(self._exchange.wait(), own), each.received_at)
+        return attended
+
+
+class Return:
+    """The gradients of the keys and values that a step received, on their way to the owners.
+
+    Attributes:
+        gradients: The memory from which they are sent, to which a call writes them; None if they
+            must be packed.
+    """
+
+    def __init__(self, prepared: Prepared, step: Step):
+        self._group, self._step = prepared.group, step
+        self._likes = _of_heads(prepared.key, prepared.value, step)
+        self._rows = _empty_rows(self._likes, step.round.received)
+        self.gradients = _views(self._rows, self._likes) if step.round.arrives_in_order else None
+
+    def send(self, grads: Sequence[Tensor | None]) -> None:
+        """Sends the gradients of the attended keys and values; None for zeros."""
+        each, sent = self._step.round, _views(self._rows, self._likes)
+        key, value = grads
+        if self.gradients is None and key is not None and value is not None:
+            copy_both_in_place(sent, (key, value), EVERY, each.received_at)
+        else:
+            for grad, memory in zip(grads, sent, strict=True):
+                if grad is None:
+                    memory.zero_()
+                elif self.gradients is None:
+                    copy_in_place(memory, grad, EVERY, each.received_at)
+        splits, what = (each.receive_splits, each.send_splits), "gradients of keys and values"
+        self._exchange = Exchange(self._group, self._rows, *splits, what)
+        del self._rows, self.gradients  # they are freed when they have been sent
+
+    def add_to(self, *totals: Tensor | None) -> None:
+        """Adds the received gradients to those of own keys and values.
+
+        It adds rank by rank: a token may have been sent to several.
+        """
+        each, heads = self._step.round, self._step.heads
+        parts = self._exchange.wait().split(each.send_splits)
+        of_heads = [None if x is None else x[:, heads.of(x.shape[1])] for x in totals]
+        for rows, tokens in zip(parts, each.send, strict=True):
+            both, some = _views(rows, self._likes), [x for x in of_heads if x is not None]
+            if len(some) == 2:
+                add_both_in_place(some, both, tokens)
+                continue
+            for total, part in zip(of_heads, both, strict=True):
+                if total is not None:
+                    add_in_place(total, part, tokens)
+
+
+def _of_heads(key: Tensor, value: Tensor, step: Step) -> Both:
+    """The keys and values of the heads of a step."""
+    of_step = step.heads.of(key.shape[1])
+    return key[:, of_step], value[:, of_step]
+
+
+def _empty_rows(likes: Both, tokens: int) -> Tensor:
+    """Uninitialised rows for as many tokens, with batch, heads and dims of `likes`."""
+    elements = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in likes)
+    return likes[0].new_empty(tokens, elements)
+
+
+def _views(rows: Tensor, likes: Both) -> Both:
+    """The keys and the values of such rows: views (batch, heads, tokens, dims)."""
+    sizes = [(x.shape[0], x.shape[1], x.shape[3]) for x in likes]
+    key, value = rows.split([math.prod(size) for size in sizes], 1)
+    return (
+        key.unflatten(1, sizes[0]).permute(1, 2, 0, 3),
+        value.unflatten(1, sizes[1]).permute(1, 2, 0, 3),
+    )
