@@ -12,7 +12,8 @@ import torch
 from einops import einsum, repeat
 from torch import Tensor
 
-from sparseflash.dropout import keep_mask, keep_probability
+from sparseflash.dropout import keep_mask_of_spans, keep_probability
+from sparseflash.dropout_constants import GROUP
 from sparseflash.score import ScoreFunction
 
 
@@ -101,8 +102,9 @@ def dropout_mask(
 ) -> Tensor:
     """The pairs that dropout keeps on every backend: bool (batch, heads, q_len, k_len)."""
     bh = torch.arange(batch * heads, device=device).view(batch, heads, 1, 1)
-    q, k = torch.arange(q_len, device=device).unsqueeze(1), torch.arange(k_len, device=device)
-    return keep_mask(seed, bh, q, k, dropout_p)
+    q = torch.arange(q_len, device=device).unsqueeze(1)
+    groups = torch.arange(0, k_len, GROUP, device=device)
+    return keep_mask_of_spans(seed, bh, q, groups, GROUP, dropout_p)[..., :k_len]
 
 
 def _allowed(query, key, mask, key_lengths) -> Tensor:

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sparseflash.dropout import keep_mask
 from sparseflash.reference import dropout_mask, standard_attention
 from sparseflash.testing import make_inputs
 
@@ -44,6 +45,12 @@ def test_dropout_is_the_shared_mask():
     out, lse = standard_attention(query, key, value, dropout_p=0.25, seed=5)
     torch.testing.assert_close(out, weights @ value)
     torch.testing.assert_close(lse, (query @ key.mT / 2).logsumexp(-1))
+
+
+@pytest.mark.parametrize("k_len", [1, 63, 64, 65, 200])
+def test_dropout_keeps_the_pairs_that_its_definition_keeps(k_len):
+    bh, q, k = torch.arange(6).view(2, 3, 1, 1), torch.arange(17).unsqueeze(1), torch.arange(k_len)
+    assert torch.equal(dropout_mask(5, 2, 3, 17, k_len, 0.3), keep_mask(5, bh, q, k, 0.3))
 
 
 def test_query_without_a_key():
