@@ -27,7 +27,6 @@ if not HAS_GPU:
 # each process that a test starts.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["SPARSEFLASH_COMPILE_WORKERS"] = "0"
 
 # The time of one example says nothing on a shared machine.
@@ -51,6 +50,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     seed = config.option.seed
     config.option.seed = random.randrange(2**31) if seed == "random" else int(seed)
+    if config.option.numprocesses:
+        # Workers inherit it. NumPy reads it when it is imported: later its threads exist, and wait
+        # for work in a loop that takes the cores from other workers.
+        os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_report_header(config) -> str:
