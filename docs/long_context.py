@@ -264,10 +264,11 @@ def reasons(record: dict, grouped: Rows) -> str:
         f"exchange: {plan['exposed_total_ms']:.1f} and {narrow['exposed_total_ms']:.1f} ms of "
         f"both passes are exposed. Without exchanges they take {silent:.1f} ms with 16 key heads, "
         f"where one GPU takes {alone['total_ms']:.1f} for 11 of 12 blocks. Each exchange of "
-        f"{moved:.0f} MB takes at least {moved / NVLINK:.1f} ms at the {NVLINK} GB/s of NVLink. A "
-        "profile in the [notebook](notebook/2026-11.md) shows that keys and values are exchanged "
-        "one after the other, in both passes, and that only the first one runs beside a kernel of "
-        "attention.",
+        f"{moved:.0f} MB takes at least {moved / NVLINK:.1f} ms at the {NVLINK} GB/s of NVLink. At "
+        "the commit of this record keys and values were exchanged one after the other, in both "
+        "passes, and a profile in the [notebook](notebook/2026-11.md) shows that only the first "
+        "of two exchanges ran beside a kernel of attention. Now they are one exchange, which was "
+        "not measured yet.",
         "**How certain.** On one GPU there is nothing to exchange, and the plan and the "
         "all-gather launch the same kernels. For the butterfly with 16 key heads, the first case "
         f"of its run, the plan took {alone['total_ms']:.2f} ms and the all-gather "

@@ -103,6 +103,15 @@ def cases(
             yield Case(name, made[length], count, window // BLOCK if name == TOP_K else None)
 
 
+def measured_order(cases: Sequence[Case]) -> list[Case]:
+    """The same cases, of each pattern the one with the most ranks first.
+
+    So devices have been under load when the single rank is timed, with which others are compared.
+    """
+    patterns = list(dict.fromkeys(case.pattern for case in cases))
+    return sorted(cases, key=lambda case: (patterns.index(case.pattern), -case.ranks))
+
+
 @dataclass(frozen=True)
 class Predicted:
     """The prediction of the time model for the plan of a case.

@@ -4,7 +4,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -28,7 +28,7 @@ TOLERANCE = (
     0.05  # relative to the largest value; parts are rounded to bfloat16 before they are merged
 )
 SETTLE_S = 0.3  # time for runs before an implementation is timed: rested GPUs have higher clocks
-BUDGET_S = 1.0  # time for the runs of one pass of one implementation
+BUDGET_S = 1.0  # time for the runs of one pass, or of both, of one implementation
 MAX_RUNS = 10
 OWN = (Way.PLAN, 1)  # the reference of efficiency
 TIMEOUT = timedelta(minutes=5)
@@ -252,11 +252,12 @@ def _row(
         return _passes(attend, own)
 
     _settle(setting, both)
-    forward_ms, total_ms = _time(setting, forward), _time(setting, both)
-    silent = (forward_ms, total_ms)
-    if setting.group is not None:
-        with nothing_exchanged():
-            silent = (_time(setting, forward), _time(setting, both))
+    if setting.group is None:
+        forward_ms, total_ms = silent = _times(setting, (forward, both))
+    else:
+        with nothing_exchanged() as without:
+            runs = (forward, both, without(forward), without(both))
+            forward_ms, total_ms, *silent = _times(setting, runs)
     with counted() as received:
         forward()
     # Results are freed at the next run, as in a training step.
@@ -292,11 +293,16 @@ def _row(
     )
 
 
-def _time(setting: Setting, run: Callable[[], object]) -> float:
-    """Milliseconds of the slowest rank: the median of runs that all ranks start at once."""
-    first = max(_once(setting, run) for _ in range(2))
-    runs = int(max(3, min(MAX_RUNS, BUDGET_S * 1e3 / _over_ranks(setting, first))))
-    return statistics.median(_once(setting, run) for _ in range(runs))
+def _times(setting: Setting, runs: Sequence[Callable[[], object]]) -> list[float]:
+    """Milliseconds of the slowest rank for each of `runs`, which all ranks start at once.
+
+    Medians over rounds in which each of them runs once. So the clock of the device, which changes
+    with time, is the same for all of them, and differences of them do not depend on it.
+    """
+    first = sum(max(_once(setting, run) for _ in range(2)) for run in runs)
+    rounds = int(max(3, min(MAX_RUNS, BUDGET_S * 1e3 * len(runs) / first)))
+    found = [[_once(setting, run) for run in runs] for _ in range(rounds)]
+    return [statistics.median(each) for each in zip(*found, strict=True)]
 
 
 def _settle(setting: Setting, run: Callable[[], object]) -> None:

@@ -14,7 +14,8 @@ compared with those of the all-gather. On CPUs it uses gloo and small sizes.
 - An implementation that does not fit the memory of a device is skipped, and the record says so.
 - A time is the median over runs of the slowest rank. Ranks start each run at the same time, and
   GPUs are busy for a while before, because a rested GPU has a higher clock.
-- Exposed communication is the time minus the time of the same run without exchanges.
+- Exposed communication is the time minus the time of the same run without exchanges, both timed in
+  turn. The single rank is timed after the others, when devices have been under load.
 - Weak efficiency compares the useful FLOP/s of a rank with those of a single rank, because with
   most patterns the work of a token grows with the sequence.
 
@@ -72,7 +73,7 @@ def main(
     import torch.distributed as dist
 
     from experiments.long_context import measurement
-    from experiments.long_context.cases import cases, predicted
+    from experiments.long_context.cases import cases, measured_order, predicted
     from experiments.long_context.plots import draw
     from sparseflash.distributed.simulation import Attention, Machine
 
@@ -108,7 +109,7 @@ def main(
     if not dry_run:
         # All ranks make all groups.
         groups = {n: cast(dist.ProcessGroup, dist.new_group(list(range(n)))) for n in counts}
-        for case in found:
+        for case in measured_order(found):
             left = seconds - (time.monotonic() - begin)
             if not measurement.agreed(left > 0, device):
                 continue

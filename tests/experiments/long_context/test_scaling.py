@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from unittest import mock
 from unittest.mock import patch
@@ -24,6 +25,7 @@ from experiments.long_context.cases import (
     Way,
     cases,
     document_lengths,
+    measured_order,
     patterns,
     predicted,
 )
@@ -90,6 +92,28 @@ def test_of_blocks_that_the_device_chooses_all_are_fetched_and_few_computed():
     assert sum(some.demand.own + some.demand.fetched) * 16 == mask.nnz_blocks
     assert some.demand.moved == all_.demand.moved
     assert some.prediction.efficiency < all_.prediction.efficiency
+
+
+def test_the_single_rank_is_measured_after_the_others():
+    found = list(cases(Kind.WEAK, 512, [1, 2, 4], 256, ["butterfly", "window"]))
+    ordered = [(case.pattern, case.ranks) for case in measured_order(found)]
+    assert ordered == [(name, n) for name in ("butterfly", "window") for n in (4, 2, 1)]
+
+
+def test_runs_are_timed_in_turn():
+    """A device that becomes slower with each run is as slow for each of them, within one run."""
+    order, clock = [], iter(range(1, 1000))
+    setting = measurement.Setting(Kind.WEAK, Attention(), None, 0, torch.device("cpu"))
+
+    def once(_, run):
+        run()
+        return float(next(clock))
+
+    runs = [partial(order.append, name) for name in "abc"]
+    with mock.patch.object(measurement, "_once", once):
+        found = measurement._times(setting, runs)
+    assert order[6:] == [*"abc"] * measurement.MAX_RUNS
+    assert found == [found[0], found[0] + 1, found[0] + 2]
 
 
 def test_a_dry_run_predicts_what_a_run_would_measure(tmp_path, monkeypatch):
