@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # as a script, and where docs is
 from records import NAMES, RESULTS, load, measured  # noqa: E402
 
 from experiments.language_model.results import contexts_of  # noqa: E402
-from experiments.markdown import table, written  # noqa: E402
+from experiments.markdown import table, update, written  # noqa: E402
 from experiments.record import Line, Measurement, crossing_length, is_ours, lines  # noqa: E402
 
 PAGE = ROOT / "docs/paper.md"
@@ -519,14 +519,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def main() -> int:
-    page = PAGE.read_text()
-    wanted = written(page, TABLES)
-    if "--check" in sys.argv:
-        print("current" if page == wanted else f"not current: {PAGE.name}")
-        return int(page != wanted)
-    PAGE.write_text(wanted)
-    print(f"wrote {PAGE.relative_to(ROOT)}")
-    return 0
+    return update({PAGE: written(PAGE.read_text(), TABLES)}, check="--check" in sys.argv)
 
 
 if __name__ == "__main__":

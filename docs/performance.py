@@ -43,7 +43,7 @@ from records import (
     words,
 )
 
-from experiments.markdown import table, written
+from experiments.markdown import table, update, written
 from sparseflash.gap import LARGE
 
 PAGE, README = ROOT / "docs/performance.md", ROOT / "README.md"
@@ -548,15 +548,7 @@ def readme() -> str:
 
 
 def main() -> int:
-    wanted = {PAGE: page(), README: readme()}
-    if "--check" in sys.argv:
-        old = [path.name for path, text in wanted.items() if path.read_text() != text]
-        print(f"not current: {', '.join(old)}" if old else "current")
-        return len(old)
-    for path, text in wanted.items():
-        path.write_text(text)
-        print(f"wrote {path.relative_to(ROOT)}")
-    return 0
+    return update({PAGE: page(), README: readme()}, check="--check" in sys.argv)
 
 
 if __name__ == "__main__":

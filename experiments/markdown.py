@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -29,3 +30,23 @@ def written(page: str, parts: Mapping[str, Callable[[], str]], between: str = "\
             raise ValueError(f"the page needs <!-- {name} --> and <!-- /{name} -->")
         page = marked.sub(lambda _, part=part: part(), page)
     return page
+
+
+def update(pages: Mapping[Path, str], check: bool) -> int:
+    """Writes pages, or only checks them.
+
+    Args:
+        pages: The text that each file must have.
+        check: Whether the files are only compared with it.
+
+    Returns:
+        The number of files that have another text, which is 0 after they are written.
+    """
+    if check:
+        old = [path.name for path, text in pages.items() if path.read_text() != text]
+        print(f"not current: {', '.join(old)}" if old else "current")
+        return len(old)
+    for path, text in pages.items():
+        path.write_text(text)
+        print(f"wrote {path}")
+    return 0

@@ -20,7 +20,7 @@ import yaml
 
 from experiments.cli import SHIPPED, needs
 from experiments.lra import TASKS, floors
-from experiments.markdown import table, written
+from experiments.markdown import table, update, written
 
 README = Path(__file__).parent / "README.md"
 FRONT = Path(__file__).parents[2] / "README.md"
@@ -107,10 +107,9 @@ def main(
         README: written(README.read_text(), TABLES),
         FRONT: written(FRONT.read_text(), SENTENCES, between=""),
     }
+    old = update(wanted, check)
     if check:
-        raise typer.Exit(any(path.read_text() != text for path, text in wanted.items()))
-    for path, text in wanted.items():
-        path.write_text(text)
+        raise typer.Exit(min(old, 1))
 
 
 def path_of(name: str) -> Path | None:
