@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # as a script, and where docs is
 from records import NAMES, RESULTS, load, measured  # noqa: E402
 
 from experiments.language_model.results import contexts_of  # noqa: E402
-from experiments.markdown import table, update, written  # noqa: E402
+from experiments.markdown import in_percent, table, update, written  # noqa: E402
 from experiments.record import Line, Measurement, crossing_length, is_ours, lines  # noqa: E402
 
 PAGE = ROOT / "docs/paper.md"
@@ -444,8 +444,7 @@ def authors() -> str:
 def accuracy(group: dict | None) -> str:
     if group is None or group["accuracy"] is None:
         return NOTHING
-    words = f"{100 * group['accuracy']:.1f}"
-    return words if group["deviation"] is None else f"{words} ± {100 * group['deviation']:.1f}"
+    return in_percent(group["accuracy"], group["deviation"], digits=1)
 
 
 def tuned() -> str:

@@ -1,4 +1,4 @@
-"""Tables in Markdown, and pages whose tables are replaced from records."""
+"""Numbers and tables as text, and pages whose tables are replaced from records."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -10,6 +10,12 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = list(head)
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def in_percent(share: float, deviation: float | None, digits: int = 2) -> str:
+    """A share and its standard deviation, or only the share if there is none: "37.10 ± 0.52"."""
+    words = f"{100 * share:.{digits}f}"
+    return words if deviation is None else f"{words} ± {100 * deviation:.{digits}f}"
 
 
 def written(page: str, parts: Mapping[str, Callable[[], str]], between: str = "\n") -> str:

@@ -20,7 +20,7 @@ import yaml
 
 from experiments.cli import SHIPPED, needs
 from experiments.lra import TASKS, floors
-from experiments.markdown import table, update, written
+from experiments.markdown import in_percent, table, update, written
 
 README = Path(__file__).parent / "README.md"
 FRONT = Path(__file__).parents[2] / "README.md"
@@ -164,8 +164,7 @@ def accuracy_of(group: dict) -> str:
     """Mean and standard deviation of a group, in per cent."""
     if group["accuracy"] is None:
         return "stuck at chance"
-    words = f"{100 * group['accuracy']:.2f}"
-    return words if group["deviation"] is None else f"{words} ± {100 * group['deviation']:.2f}"
+    return in_percent(group["accuracy"], group["deviation"])
 
 
 def floor(task: str) -> float:

@@ -19,6 +19,7 @@ from rich.table import Table
 from experiments.cli import RESULTS, Output, Overwrite, output_folder, usage_errors
 from experiments.files import RESULT, record_path, shared, write_json
 from experiments.lra.seeds import summary_of
+from experiments.markdown import in_percent
 from experiments.pictures import COLOURS, panels, save
 
 if TYPE_CHECKING:
@@ -155,12 +156,10 @@ def in_words(group: dict) -> str:
     """Test accuracy of a group: "37.10 ± 0.52 %, 3 runs, 1 stuck"."""
     if group["accuracy"] is None:
         return f"{group['stuck']} stuck"
-    words = f"{100 * group['accuracy']:.2f}"
-    if group["deviation"] is not None:
-        words += f" ± {100 * group['deviation']:.2f}"
+    accuracy = in_percent(group["accuracy"], group["deviation"])
     stuck = f", {group['stuck']} stuck" if group["stuck"] else ""
     runs = "1 run" if group["finished"] == 1 else f"{group['finished']} runs"
-    return f"{words} %, {runs}{stuck}"
+    return f"{accuracy} %, {runs}{stuck}"
 
 
 def table_of(record: dict) -> Table:
