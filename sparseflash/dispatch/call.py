@@ -144,10 +144,16 @@ def _prepare(
     return prepare(spec, block, *without_data(shapes, strides, spec.dtype), *properties)
 
 
-def layouts_of_out_and_lse(
+def prepared_out_and_lse(plan: Plan, query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """empty_out_and_lse of a call, whose layouts all calls of its plan share."""
+    layouts = prepare_once(plan, _layouts_of_out_and_lse, (query, value))
+    out, lse = empty_tensors(layouts, plan.spec.device)
+    return out, lse
+
+
+def _layouts_of_out_and_lse(
     _spec: AttentionSpec, _block: int, query: Tensor, value: Tensor
 ) -> tuple[OutputLayout | None, ...]:
-    """The layouts of out and lse, for prepare_once."""
     return layouts_of(empty_out_and_lse(query, value))
 
 

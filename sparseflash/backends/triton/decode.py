@@ -19,13 +19,7 @@ from sparseflash.backends.triton.launch import (
     launch_with_layout,
     prepare_pass,
 )
-from sparseflash.dispatch.call import (
-    Call,
-    Plan,
-    empty_tensors,
-    layouts_of_out_and_lse,
-    prepare_once,
-)
+from sparseflash.dispatch.call import Call, Plan, prepared_out_and_lse
 
 MAX_SPLITS = 128
 # The fixed time of a program, and the time of merging, each over the time of one key.
@@ -35,8 +29,7 @@ SPLITS_PER_STEP = 16  # of the merge kernel
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.base."""
-    layouts = prepare_once(call.plan, layouts_of_out_and_lse, (query, value))
-    out, lse = empty_tensors(layouts, call.plan.spec.device)
+    out, lse = prepared_out_and_lse(call.plan, query, value)
     tensors = {"query": query, "key": key, "value": value, "out": out}
     prepared = prepare_pass(call.plan, "decode", tensors)
     splits = num_splits(prepared, call.plan)

@@ -32,8 +32,8 @@ from sparseflash.dispatch.call import (
     empty_like,
     empty_tensors,
     layouts_of,
-    layouts_of_out_and_lse,
     prepare_once,
+    prepared_out_and_lse,
 )
 from sparseflash.dispatch.spec import AttentionSpec
 
@@ -44,8 +44,7 @@ LSE_DELTA_ROWS = 64  # largest number of queries of a program of the kernel of L
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.base."""
-    layouts = prepare_once(call.plan, layouts_of_out_and_lse, (query, value))
-    out, lse = empty_tensors(layouts, call.plan.spec.device)
+    out, lse = prepared_out_and_lse(call.plan, query, value)
     tensors = {"query": query, "key": key, "value": value, "out": out}
     prepared = prepare_pass(call.plan, "forward", tensors)
     launch_pass(call, prepared, forward_kernel, tensors, (lse, call.max_logits))
