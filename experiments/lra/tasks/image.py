@@ -6,9 +6,16 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.lra.tasks.hashing import split_by_hash
 from experiments.lra.tasks.store import check_hashes
-from experiments.lra.tasks.task import SPLITS, Images, MissingData, Samples, Shape, Subset, Task
+from experiments.lra.tasks.task import (
+    SPLITS,
+    Images,
+    MissingData,
+    Samples,
+    Shape,
+    Task,
+    split_off_tenth,
+)
 
 FOLDER = "cifar-10-batches-py"
 SIDE = 32
@@ -33,12 +40,7 @@ class ImageTask(Task):
         folder = data_root / FOLDER
         check_hashes(folder)
         train, test = grey_images(folder, TRAIN_FILES), grey_images(folder, ("test_batch",))
-        held_out = len(train) // 10
-        training, validation = split_by_hash(
-            len(train), (len(train) - held_out, held_out), "image"
-        )
-        parts = Subset(train, training), Subset(train, validation), test
-        return dict(zip(SPLITS, parts, strict=True))
+        return dict(zip(SPLITS, (*split_off_tenth(train, "image"), test), strict=True))
 
 
 def grey_images(folder: Path, names: tuple[str, ...]) -> Images:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.lra.tasks.hashing import split_by_hash
+
 SPLITS = ("train", "validation", "test")
 BYTES = 257  # size of the vocabulary of text: padding, and all bytes
 
@@ -180,6 +182,19 @@ class Subset:
         if at_once is None:
             return [self[index] for index in indices]
         return at_once(self.indices[indices])
+
+
+def split_off_tenth(samples: Samples, name: str) -> tuple[Subset, Subset]:
+    """(nine tenths of some samples, for training; the others, for validation), by their hashes.
+
+    Args:
+        samples: The samples that a data set has for training.
+        name: Name of the stream of hashes.
+    """
+    held_out = len(samples) // 10
+    sizes = (len(samples) - held_out, held_out)
+    training, validation = split_by_hash(len(samples), sizes, name)
+    return Subset(samples, training), Subset(samples, validation)
 
 
 def bytes_to_ids(text: bytes) -> np.ndarray:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from experiments.lra.tasks.hashing import split_by_hash
 from experiments.lra.tasks.store import check_hashes
 from experiments.lra.tasks.task import (
     BYTES,
@@ -11,9 +10,9 @@ from experiments.lra.tasks.task import (
     Sample,
     Samples,
     Shape,
-    Subset,
     Task,
     bytes_to_ids,
+    split_off_tenth,
 )
 
 FOLDER = "aclImdb"
@@ -48,13 +47,8 @@ class Text(Task):
         train, test = (Reviews(folder / part) for part in ("train", "test"))
         if self.validate_on_test:
             return {"train": train, "validation": test, "test": test}
-        held_out = len(train) // 10
-        training, validation = split_by_hash(len(train), (len(train) - held_out, held_out), "text")
-        return {
-            "train": Subset(train, training),
-            "validation": Subset(train, validation),
-            "test": test,
-        }
+        training, validation = split_off_tenth(train, "text")
+        return {"train": training, "validation": validation, "test": test}
 
 
 class Reviews:
