@@ -99,8 +99,7 @@ def attention(
             device. For lengths on a CUDA device the host waits in the first call with this
             tensor, and after a change in place that torch counts. In later calls, and while a
             CUDA graph is captured, they are clamped; lengths on the CPU cannot be captured. For
-            other padding see MaskBatch.with_keys
-            and unpad.
+            other padding see MaskBatch.with_keys and unpad.
         bias: (1 or heads, q_len + k_len - 1), one number for each distance: entry
             [h, k - q + q_len - 1] is added to the score of query q and key k. See alibi. It gets
             a gradient if it requires one; the backend hopper does not compute it.
