@@ -196,9 +196,7 @@ def unpad(x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         TypeError, ValueError: `x` is not such a tensor, or `keep` has another dtype or shape.
     """
-    if not isinstance(x, Tensor) or x.dim() < 2:
-        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"x must be a tensor (batch, seq, ...), got {got}")
+    _check_tokens(x, ("batch", "seq"))
     _check_keep(keep, x.shape[:2])
     bounds = torch.nn.functional.pad(keep.sum(1).cumsum(0), (1, 0))
     return x[keep.to(x.device)], bounds.to(x.device, torch.int32)
@@ -218,14 +216,18 @@ def pad(x: Tensor, keep: Tensor) -> Tensor:
         TypeError, ValueError: `x` is not a tensor, `keep` has another dtype, or the number of
             tokens differs.
     """
-    if not isinstance(x, Tensor) or x.dim() < 1:
-        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"x must be a tensor (total, ...), got {got}")
+    _check_tokens(x, ("total",))
     _check_keep(keep, keep.shape if isinstance(keep, Tensor) else ())
     keep = keep.to(x.device)
     if int(keep.sum()) != len(x):
         raise ValueError(f"keep must be true at {len(x)} positions, got {int(keep.sum())}")
     return x.new_zeros(*keep.shape, *x.shape[1:]).index_put((keep,), x)
+
+
+def _check_tokens(x: Tensor, first_dims: tuple[str, ...]) -> None:
+    if not isinstance(x, Tensor) or x.dim() < len(first_dims):
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x must be a tensor ({', '.join(first_dims)}, ...), got {got}")
 
 
 def _check_keep(keep: Tensor, shape: tuple[int, ...]) -> None:
