@@ -4,7 +4,9 @@ A tile of (bq, bk) pairs is int32 (bq, ceil(bk / 32)); pair (r, c) is bit c % 32
 [r, c // 32].
 """
 
+from collections.abc import Iterable
 from functools import cache
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -84,6 +86,12 @@ def deduplicate(rows: Tensor) -> tuple[Tensor, Tensor]:
             unique, inverse = torch.unique(flat, dim=0, return_inverse=True)
             break
     return unique.unflatten(1, rows.shape[1:]), inverse
+
+
+def renumbered(numbers: Iterable[Tensor], tiles: Iterable[Tensor]) -> Tensor:
+    """The numbers of bit tiles after the lists of tiles that they refer to are concatenated."""
+    first = accumulate((len(each) for each in tiles), initial=0)
+    return torch.cat([n + start for n, start in zip(numbers, first, strict=False)])
 
 
 def unique_codes(codes: Tensor, limit: int) -> tuple[Tensor, Tensor]:

@@ -14,13 +14,12 @@ outside the sequence are 0, and bit tiles are distinct. Only `assemble` establis
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from masks._core.bit_tiles import deduplicate, unique_codes, unpack, words_per_row
+from masks._core.bit_tiles import deduplicate, renumbered, unique_codes, unpack, words_per_row
 from masks._core.grid import Grid, canonical_device
 from masks._core.intervals import Runs, combine, concatenate, from_points, in_chunks
 
@@ -233,14 +232,14 @@ def stack(parts: Sequence[BlockSet], head_to_mask: tuple[int, ...]) -> BlockSet:
     """The set whose mask i is parts[i], a set with one head."""
     grid = parts[0].grid
     parts = [part.select_masks([part.head_to_mask[0]]) for part in parts]
-    first_tile = accumulate((len(part.bit_tiles) for part in parts), initial=0)
+    bit_tiles = [part.bit_tiles for part in parts]
     return assemble(
         grid,
         head_to_mask,
         concatenate([part.full.shift(i * grid.mask_stride) for i, part in enumerate(parts)]),
         torch.cat([part.partial + i * grid.mask_stride for i, part in enumerate(parts)]),
-        torch.cat([part.bit_tiles for part in parts]),
-        torch.cat([p.partial_bit_tile + n for p, n in zip(parts, first_tile, strict=False)]),
+        torch.cat(bit_tiles),
+        renumbered([part.partial_bit_tile for part in parts], bit_tiles),
     )
 
 

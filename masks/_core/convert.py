@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +14,7 @@ from masks._core.bit_tiles import (
     deduplicate,
     pack,
     pack_bytes,
+    renumbered,
     to_words,
     unpack,
     words_per_row,
@@ -280,8 +280,7 @@ def _joined(
         strips: (full, partial, tile, bit tiles) of each strip.
     """
     full, partial, tile, own_tiles = zip(*strips, strict=True)
-    first_tile = accumulate((len(part) for part in own_tiles), initial=0)
-    tile = torch.cat([part + n for part, n in zip(tile, first_tile, strict=False)])
+    tile = renumbered(tile, own_tiles)
     distinct, inverse = deduplicate(torch.cat([tiles, *own_tiles]))
     number = torch.full((len(distinct),), -1, dtype=torch.int64, device=tile.device)
     number[inverse[: len(tiles)]] = torch.arange(len(tiles), device=tile.device)

@@ -6,13 +6,12 @@ blocks, a block of the result takes its pairs from up to 2 x 2 blocks of the mas
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from masks._core.bit_tiles import pack
+from masks._core.bit_tiles import pack, renumbered
 from masks._core.block_set import BlockSet, assemble, list_clipped_as_partial
 from masks._core.grid import Grid
 from masks._core.intervals import Runs, combine, from_points, union
@@ -208,9 +207,7 @@ def _assemble_pasted(
     Parts have no pair in common, so the sum of the words of their tiles is the union of the tiles.
     """
     fulls, flats, tiles, parts = zip(*pasted, strict=True)
-    first_tile = accumulate((len(part) for part in parts), initial=0)
-    bit_tiles = torch.cat(parts)
-    tile = torch.cat([t + start for t, start in zip(tiles, first_tile, strict=False)])
+    bit_tiles, tile = torch.cat(parts), renumbered(tiles, parts)
     flat, order = torch.cat(flats).sort()
     tile = tile[order]
     flat, group, count = torch.unique_consecutive(flat, return_inverse=True, return_counts=True)
