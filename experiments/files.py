@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 RESULT = "result.json"  # in the folder of a run: what it reports at its end
@@ -27,6 +28,11 @@ def write_json(path: Path, value: object) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def read_json(path: Path, absent: Any) -> Any:
+    """The value in a JSON file, or `absent` if there is no such file."""
+    return json.loads(path.read_text()) if path.exists() else absent
 
 
 def record_path(folder: Path, name: str, device: str) -> Path:

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import math
 import multiprocessing
 import os
@@ -21,7 +20,7 @@ from torch import Tensor
 import masks
 from experiments.cli import Clock
 from experiments.environment import environment
-from experiments.files import write_json
+from experiments.files import read_json, write_json
 from experiments.measure import DTYPES
 from experiments.report import plain_table
 from experiments.timing import time_call
@@ -229,7 +228,7 @@ def check_close(result: Iterable, expected: Iterable, what: str) -> None:
 
 def save(path: Path, which: str, problem: Problem, rows: list[dict]) -> None:
     """Adds a run to the file, in place of an earlier one of the same pass and problem."""
-    runs = json.loads(path.read_text()) if path.exists() else []
+    runs = read_json(path, [])
     others = [r for r in runs if (r["pass"], Problem(**r["problem"])) != (which, problem)]
     run = {
         "pass": which,

@@ -3,7 +3,6 @@
 Byte counts show how much the typography of an edition reveals: quotation marks, dashes, accents.
 """
 
-import json
 from collections.abc import Callable, Iterable
 from math import sqrt
 from pathlib import Path
@@ -15,7 +14,7 @@ from scipy.sparse import csr_array
 from scipy.special import log_softmax
 
 from experiments.environment import environment
-from experiments.files import write_json
+from experiments.files import read_json, write_json
 from experiments.language_model.books import Books
 from experiments.long_documents.authors import (
     Drawn,
@@ -64,7 +63,7 @@ def measure(
         "training_passages": PASSAGES * authors,
         "test_passages": len(test),
     }
-    record = json.loads(output.read_text()) if output.exists() else {}
+    record = read_json(output, {})
     if {name: record.get(name) for name in facts} != facts:
         record = facts | {"floors": {}, "environment": environment(torch.device("cpu"))}
     for length in lengths:

@@ -20,11 +20,11 @@ from typing import Annotated
 import typer
 
 from experiments.cli import ExportTo, ImportFrom, Seconds, needs_extra, usage_errors
-from experiments.files import write_json
+from experiments.files import RESULT, read_json, write_json
 from experiments.lra.exported import EVALUATION_SECONDS, compact
 from experiments.pieces import export, restore
 
-PROGRESS, RESULT = "progress.json", "curriculum.json"
+PROGRESS, WHOLE_RESULT = "progress.json", "curriculum.json"  # of all stages
 STAGE_SEED = 10_000  # difference of the seeds of consecutive stages
 
 
@@ -221,22 +221,20 @@ class Run:
             "seconds": self._seconds(),
         }
         write_json(self.output / PROGRESS, facts)
-        write_json(self.output / RESULT, self.result())
+        write_json(self.output / WHOLE_RESULT, self.result())
         if export_to is not None:
             export(self._files(), export_to)
-            write_json(export_to / RESULT, self.result())
+            write_json(export_to / WHOLE_RESULT, self.result())
 
     def result(self) -> dict:
         """The result so far: the curve of each stage, and the test of the last one."""
         stages = []
         for number, stage in enumerate(self.stages[: self.number + 1]):
-            path = self.folder(number) / "curve.json"
-            curve = json.loads(path.read_text()) if path.exists() else []
+            curve = read_json(self.folder(number) / "curve.json", [])
             stages.append(
                 asdict(stage) | {"trained": curve[-1][0] if curve else 0, "curve": curve}
             )
-        path = self.folder(len(self.stages) - 1) / "result.json"
-        tested = json.loads(path.read_text()) if path.exists() else {}
+        tested = read_json(self.folder(len(self.stages) - 1) / RESULT, {})
         facts = {"seed": self.seed, "stuck": self.stuck, "ended": self.ended}
         return tested | facts | {"seconds": round(self._seconds()), "stages": stages}
 

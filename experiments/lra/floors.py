@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from experiments.cli import SHIPPED, Overwrite, needs_extra, output_folder, usage_errors
-from experiments.files import write_json
+from experiments.files import read_json, write_json
 
 if TYPE_CHECKING:
     from experiments.lra.tasks import Task
@@ -63,7 +63,7 @@ def main(
     if unknown := set(task or ()) - measures.keys():
         raise typer.BadParameter(f"unknown task {sorted(unknown)}; known: {list(measures)}")
     output_folder(output.parent, overwrite)
-    record = json.loads(output.read_text()) if output.exists() else {"floors": {}, "measured": {}}
+    record = read_json(output, {"floors": {}, "measured": {}})
     facts = environment(torch.device("cpu")) | {"samples": samples}
     for name in task or measures:
         Console().print(f"measuring {name}")

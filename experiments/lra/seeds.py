@@ -10,7 +10,6 @@ The exit status is 1 if runs have not finished, 2 if one failed. `--export` and 
 runs to another machine in files of less than 15 MB.
 """
 
-import json
 import shlex
 import subprocess
 import sys
@@ -25,7 +24,7 @@ import typer
 from rich.console import Console
 
 from experiments.cli import ExportTo, ImportFrom, Seconds, needs_extra, usage_errors
-from experiments.files import RESULT, write_json
+from experiments.files import RESULT, read_json, write_json
 from experiments.lra.exported import EVALUATION_SECONDS, contents
 from experiments.pieces import export, restore
 
@@ -137,9 +136,7 @@ class Runs:
 
     def _result(self, folder: Path) -> dict:
         """The result that a run has written so far."""
-        path = folder / RESULT
-        reported = json.loads(path.read_text()) if path.exists() else {}
-        return {"ended": False, "stuck": False} | reported
+        return {"ended": False, "stuck": False} | read_json(folder / RESULT, {})
 
     def files(self) -> dict[str, bytes]:
         """The files that another machine needs to resume all runs."""

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.files import write_json
+from experiments.files import read_json, write_json
 
 
 def test_folders_are_made_and_no_draft_is_left(tmp_path):
@@ -41,3 +41,10 @@ def test_what_is_written_is_read_back(value, tmp_path):
 def test_a_measurement_takes_one_line(tmp_path):
     write_json(tmp_path / "a.json", {"rows": [{"ms": 1}, {"ms": 2}]})
     assert '  {"ms": 1},\n' in (tmp_path / "a.json").read_text()
+
+
+def test_a_file_that_does_not_exist_has_the_value_for_that(tmp_path):
+    path = tmp_path / "a.json"
+    assert read_json(path, absent=[1]) == [1]
+    write_json(path, {"a": 2})
+    assert read_json(path, absent=[1]) == {"a": 2}
