@@ -1,6 +1,6 @@
 """The named suites of the benchmark, with their problems and baselines."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -201,9 +201,16 @@ def length_cases(method: DensityMethod) -> Iterator[Case]:
         if seq_len <= method.dense_limit:
             standard = (Baseline.STANDARD,) if seq_len <= method.standard_limit else ()
             names = {"full": (*method.ours, *dense, *standard)} | names
-        for name, implementations in names.items():
-            for problem in parse_family(name).choose(size, ())[0]:
-                yield shape.of("length", name, problem, method.block_size, implementations)
+        yield from _cases_at("length", size, shape, names)
+
+
+def _cases_at(
+    suite: str, size: Size, shape: Shape, names: Mapping[str, tuple[str, ...]]
+) -> Iterator[Case]:
+    """The cases of patterns without a parameter, each with the implementations of its name."""
+    for name, implementations in names.items():
+        for problem in parse_family(name).choose(size, ())[0]:
+            yield shape.of(suite, name, problem, size.block_size, implementations)
 
 
 def landscape_cases(method: LandscapeMethod, ours: tuple[str, ...]) -> Iterator[Case]:
@@ -219,9 +226,7 @@ def landscape_cases(method: LandscapeMethod, ours: tuple[str, ...]) -> Iterator[
         size = Size(seq_len, method.block_size, device)
         shape = Shape(method.batch, method.heads, seq_len, method.head_dim)
         names = {"full": (*ours, *exact, *approximate)} | dict.fromkeys(method.patterns, ours)
-        for name, implementations in names.items():
-            for problem in parse_family(name).choose(size, ())[0]:
-                yield shape.of("landscape", name, problem, method.block_size, implementations)
+        yield from _cases_at("landscape", size, shape, names)
     parts = tuple(f"{Baseline.STANDARD}:{part}" for part in STANDARD_PARTS)
     for batch, heads, seq_len in method.parts if method.padding == 0 else ():
         shape = Shape(batch, heads, seq_len, method.head_dim)
