@@ -19,6 +19,7 @@ from records import NAMES, RESULTS, load, measured  # noqa: E402
 
 from experiments.language_model.results import contexts_of  # noqa: E402
 from experiments.markdown import in_percent, table, update, written  # noqa: E402
+from experiments.pretraining import with_baselines  # noqa: E402
 from experiments.record import Line, Measurement, crossing_length, is_ours, lines  # noqa: E402
 
 PAGE = ROOT / "docs/paper.md"
@@ -264,11 +265,8 @@ def pretraining(name: str) -> str:
     record, stem = latest(name)
     if record is None:
         return ""
-    first: dict[tuple, dict] = {}
     lines = []
-    for row in record["rows"]:
-        keys = ("model", "seq_len", "dropout", "padding", "step_tokens", "steps", "seed")
-        base = first.setdefault(tuple(row[key] for key in keys), row)
+    for row, base in with_baselines(record["rows"]):
         line = [row["model"], f"{row['seq_len']:,}", f"`{row['attention']}`".replace("|", "\\|")]
         line += [f"{row['dropout']:g}", f"{row['padding']:g}"]
         if "reason" in row:

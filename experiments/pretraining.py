@@ -11,7 +11,7 @@ rounding and dropout.
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -287,10 +287,7 @@ def table_of(record: dict) -> "Table":
 
     columns = ("model", "tokens", "attention", "dropout", "padding", "tokens/s", "speed-up")
     table = Table(*columns, "GiB", "loss", "loss difference", title="Training steps")
-    baselines: dict[tuple, dict] = {}
-    for row in record["rows"]:
-        names = ("model", "seq_len", "dropout", "padding", "step_tokens", "steps", "seed")
-        baseline = baselines.setdefault(tuple(row[name] for name in names), row)
+    for row, baseline in with_baselines(record["rows"]):
         words = [row["model"], f"{row['seq_len']:,}", row["attention"]]
         words += [f"{row['dropout']:g}", f"{row['padding']:g}"]
         if "reason" in row:
@@ -307,6 +304,14 @@ def table_of(record: dict) -> "Table":
             f"{loss - baseline['loss']:+.4f}" if comparable else "",
         )
     return table
+
+
+def with_baselines(rows: Iterable[dict]) -> Iterator[tuple[dict, dict]]:
+    """Each row of a record, with the first row of the same model and sizes."""
+    names = ("model", "seq_len", "dropout", "padding", "step_tokens", "steps", "seed")
+    baselines: dict[tuple, dict] = {}
+    for row in rows:
+        yield row, baselines.setdefault(tuple(row[name] for name in names), row)
 
 
 def draw(record_path: Path) -> Path:
