@@ -63,7 +63,7 @@ class Group:
     rows: Tensor
 
 
-class Run(NamedTuple):
+class StridedBlocks(NamedTuple):
     """Blocks at equal steps: problem i has `count` consecutive blocks, from first + i * step on.
 
     Args:
@@ -71,7 +71,7 @@ class Run(NamedTuple):
         step: Blocks from the beginning of a problem to that of the next.
         count: Number of blocks of a problem.
         problems: Number of problems.
-        rows: Number of tokens of a problem.
+        tokens: Number of tokens of a problem.
         whole: Whether these are all blocks, in their order.
     """
 
@@ -79,7 +79,7 @@ class Run(NamedTuple):
     step: int
     count: int
     problems: int
-    rows: int
+    tokens: int
     whole: bool
 
 
@@ -91,23 +91,23 @@ class Chunk:
     all heads: block i of head h of batch element b is (b * heads + h) * (blocks of a head) + i.
     Full key blocks come before partial ones.
 
-    bh:           int64 (problems,)          batch element * heads + (first) head
-    query_blocks: int64 (problems, merged)
-    key_blocks:   int64 (problems, count)
-    tiles:        int32 (problems, partial)  the bit tile of each of the last key blocks
-    query_run:    the query blocks if they are at equal steps, else None
-    key_run:      the key blocks of segments if they are at equal steps, else None
-    width:        keys of a segment; a long row of scores is divided into several
-    parts:        slices of the queries, usually one, whose scores fit in the cache
-    cache:        tensors that later calls of a small plan reuse
+    bh:              int64 (problems,)          batch element * heads + (first) head
+    query_blocks:    int64 (problems, merged)
+    key_blocks:      int64 (problems, count)
+    tiles:           int32 (problems, partial)  the bit tile of each of the last key blocks
+    strided_queries: the query blocks if they are at equal steps, else None
+    strided_keys:    the key blocks of segments if they are at equal steps, else None
+    width:           keys of a segment; a long row of scores is divided into several
+    parts:           slices of the queries, usually one, whose scores fit in the cache
+    cache:           tensors that later calls of a small plan reuse
     """
 
     bh: Tensor
     query_blocks: Tensor
     key_blocks: Tensor
     tiles: Tensor
-    query_run: Run | None
-    key_run: Run | None
+    strided_queries: StridedBlocks | None
+    strided_keys: StridedBlocks | None
     width: int
     parts: list[slice]
     cache: dict[str, Tensor] = field(default_factory=dict)
@@ -186,7 +186,7 @@ def chunks(plan: Plan) -> Iterable[Chunk]:
 
 
 def _has_all_keys(chunk: Chunk) -> bool:
-    return chunk.key_run is not None and chunk.key_run.whole
+    return chunk.strided_keys is not None and chunk.strided_keys.whole
 
 
 def _chunks(table: LookupTable, spec: AttentionSpec) -> Iterator[Chunk]:
@@ -217,15 +217,15 @@ def _chunks(table: LookupTable, spec: AttentionSpec) -> Iterator[Chunk]:
             key_blocks = first_key_block[here] + columns
             tiles = lists.partial_bit_tile[partial]
             segments = key_blocks.reshape(-1, sizes[0] // size[1])
-            runs = (
-                _run_of(query_blocks[here], size[0], spec.batch * spec.heads * lists.num_rows),
-                _run_of(segments, size[1], spec.batch * spec.kv_heads * table.by_key.num_rows),
+            strided = (
+                _strided(query_blocks[here], size[0], spec.batch * spec.heads * lists.num_rows),
+                _strided(segments, size[1], spec.batch * spec.kv_heads * table.by_key.num_rows),
             )
-            yield Chunk(bh[here], query_blocks[here], key_blocks, tiles, *runs, *sizes)
+            yield Chunk(bh[here], query_blocks[here], key_blocks, tiles, *strided, *sizes)
 
 
-def _run_of(blocks: Tensor, size: int, total: int) -> Run | None:
-    """The blocks (problems, count) as a run; None if there is none.
+def _strided(blocks: Tensor, size: int, total: int) -> StridedBlocks | None:
+    """The blocks (problems, count), if they are at equal steps; else None.
 
     Args:
         blocks: Numbers of blocks.
@@ -240,7 +240,7 @@ def _run_of(blocks: Tensor, size: int, total: int) -> Run | None:
     if step < 0 or not torch.equal(blocks, begins + torch.arange(count, device="cpu")):
         return None
     whole = first == 0 and step == count and problems * count == total
-    return Run(first, step, count, problems, count * size, whole)
+    return StridedBlocks(first, step, count, problems, count * size, whole)
 
 
 class Layout(NamedTuple):
@@ -264,12 +264,14 @@ def layout_of(plan: Plan) -> Layout:
     if found is None:
         here = chunks(plan)
         only = here[0] if isinstance(here, list) and len(here) == 1 else None
-        query_run, key_run = (only.query_run, only.key_run) if only else (None, None)
+        strided_queries, strided_keys = (
+            (only.strided_queries, only.strided_keys) if only else (None, None)
+        )
         query_rows, key_rows = rows_of_block(plan.table, plan.spec), plan.table.block_size[1]
-        if query_run and query_run.whole:
-            query_rows = query_run.rows
-        if key_run and key_run.whole:
-            key_rows = key_run.rows
+        if strided_queries and strided_queries.whole:
+            query_rows = strided_queries.tokens
+        if strided_keys and strided_keys.whole:
+            key_rows = strided_keys.tokens
         all_keys = isinstance(here, list) and any(map(_has_all_keys, here))
         found = Layout(query_rows, key_rows, all_keys)
         plan.cache["layout"] = found

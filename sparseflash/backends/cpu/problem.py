@@ -11,7 +11,7 @@ from sparseflash.backends.cpu.plan import (
     CACHED_PAIRS,
     CHUNK_FLOATS,
     Chunk,
-    Run,
+    StridedBlocks,
     chunks,
     rows_of_block,
 )
@@ -52,7 +52,7 @@ class Problem:
 
     def queries_of(self, blocks: Tensor) -> Tensor:
         """The queries of the chunk: (problems, queries, head_dim), a view if possible."""
-        view = _view(blocks, self._chunk.query_run)
+        view = _view(blocks, self._chunk.strided_queries)
         if view is not None:
             return view
         chunk_blocks = blocks.index_select(0, self._chunk.query_blocks.flatten())
@@ -63,7 +63,7 @@ class Problem:
 
         A view if possible, else a copy in the workspace under `name`.
         """
-        view = _view(blocks, self._chunk.key_run)
+        view = _view(blocks, self._chunk.strided_keys)
         if view is not None:
             return view
         numbers = self._chunk.key_blocks.flatten()
@@ -77,7 +77,7 @@ class Problem:
         A view of the contiguous `blocks` if possible, else in the workspace under `name`; then
         write_queries copies it to them.
         """
-        view = _view(blocks, self._chunk.query_run)
+        view = _view(blocks, self._chunk.strided_queries)
         if view is not None:
             return view
         shape = (*self._chunk.query_blocks.shape, *blocks.shape[1:])
@@ -85,7 +85,7 @@ class Problem:
 
     def write_queries(self, blocks: Tensor, results: Tensor):
         """Writes results_of_queries to `blocks`, if they are elsewhere."""
-        if self._chunk.query_run is None:
+        if self._chunk.strided_queries is None:
             numbers = self._chunk.query_blocks.flatten()
             blocks.index_copy_(0, numbers, results.view(-1, *blocks.shape[1:]))
 
@@ -95,8 +95,8 @@ class Problem:
 
         Products that are added to other views would be computed one by one.
         """
-        run = self._chunk.key_run
-        return run is not None and run.step == run.count
+        strided = self._chunk.strided_keys
+        return strided is not None and strided.step == strided.count
 
     def sums_of_keys(self, name: str, blocks: Tensor) -> Tensor:
         """Memory for sums over the keys of the chunk: (problems * segments, width, head_dim).
@@ -105,18 +105,18 @@ class Problem:
         contents in the workspace under `name`.
         """
         if self.adds_to_keys:
-            return cast(Tensor, _view(blocks, self._chunk.key_run))
+            return cast(Tensor, _view(blocks, self._chunk.strided_keys))
         shape = (self._problems * self._keys // self._width, self._width)
         return workspace.take(name, (*shape, blocks.shape[2]), blocks.dtype)
 
     def add_keys(self, blocks: Tensor, sums: Tensor):
         """Adds sums_of_keys to `blocks`, if they are elsewhere."""
-        run = self._chunk.key_run
-        if run is None or run.step < run.count:  # problems share keys
+        strided = self._chunk.strided_keys
+        if strided is None or strided.step < strided.count:  # problems share keys
             numbers = self._chunk.key_blocks.flatten()
             blocks.index_add_(0, numbers, sums.view(-1, *blocks.shape[1:]))
         elif not self.adds_to_keys:
-            cast(Tensor, _view(blocks, run)).add_(sums)
+            cast(Tensor, _view(blocks, strided)).add_(sums)
 
     def add_block_sums(self, totals: Tensor, pairs: Tensor, part: slice):
         """Adds the sum over each block of `pairs` to `totals`.
@@ -317,19 +317,19 @@ def problems(call: Call) -> Iterator[Problem]:
         workspace.trim(CHUNK_FLOATS)
 
 
-def _view(blocks: Tensor, run: Run | None) -> Tensor | None:
-    """A view (problems, tokens, n) of the blocks of a run; None if there is none."""
-    if run is None:
+def _view(blocks: Tensor, strided: StridedBlocks | None) -> Tensor | None:
+    """A view (problems, tokens, n) of blocks; None if they are not strided or not in one view."""
+    if strided is None:
         return None
     _, size, width = blocks.shape
-    if run.whole and size == run.rows:
+    if strided.whole and size == strided.tokens:
         return blocks
     block_stride, row_stride, column_stride = blocks.stride()
-    if run.count > 1 and block_stride != size * row_stride:
+    if strided.count > 1 and block_stride != size * row_stride:
         return None
-    strides = (run.step * block_stride, row_stride, column_stride)
-    offset = blocks.storage_offset() + run.first * block_stride
-    return blocks.as_strided((run.problems, run.rows, width), strides, offset)
+    strides = (strided.step * block_stride, row_stride, column_stride)
+    offset = blocks.storage_offset() + strided.first * block_stride
+    return blocks.as_strided((strided.problems, strided.tokens, width), strides, offset)
 
 
 def _tokens(blocks: Tensor, size: int, first: Tensor | None = None) -> Tensor:

@@ -485,9 +485,9 @@ def test_blocks_at_equal_steps_are_not_copied(monkeypatch):
     mask, leaves = masks.causal()(256, 128), torch.randn(3, 1, 4, 256, 64).unbind()
     of_call = plan_of(*leaves, mask)
     assert of_call.table.block_size == (128, 128)
-    rows = [chunk.query_run for chunk in plan.chunks(of_call)]
+    rows = [chunk.strided_queries for chunk in plan.chunks(of_call)]
     # The row with all keys is the first one: it writes the sums over keys that others add to.
-    assert [(run.first, run.step, run.count) for run in rows] == [(1, 2, 1), (0, 2, 1)]
+    assert [(row.first, row.step, row.count) for row in rows] == [(1, 2, 1), (0, 2, 1)]
     assert plan.layout_of(of_call).all_keys
     sparseflash.attention(*leaves, mask)
     for name in ("index_select", "index_copy_"):
