@@ -17,12 +17,12 @@ import torch
 import triton
 from triton import knobs
 from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
-from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
 from sparseflash.backends.triton_common import compile_worker, workers
 from sparseflash.backends.triton_common.relaunch import (
     Launched,
+    active_driver,
     current_context,
     store,
 )
@@ -127,7 +127,7 @@ class _Compilation(Executor):
     def add(self, kernel: Any, *launch: Any, **constants: Any) -> None:
         """Starts to compile a kernel, whose arguments are those of JITFunction.warmup."""
         made = kernel.warmup(*launch, **constants)
-        self._kernels.append((made, _active().get_current_device()))
+        self._kernels.append((made, active_driver().get_current_device()))
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         """Starts to compile a kernel in a thread, for triton.AsyncCompileMode."""
@@ -137,14 +137,14 @@ class _Compilation(Executor):
         """Loads all kernels, when they are compiled."""
         for kernel, device in self._kernels:
             # It is None where a hook of Triton compiles it.
-            if kernel is not None and hasattr(_active(), "launcher_cls"):
+            if kernel is not None and hasattr(active_driver(), "launcher_cls"):
                 compiled = kernel.result() if hasattr(kernel, "result") else kernel
                 with torch.cuda.device(device):
                     compiled.run  # noqa: B018
 
 
 def _compile_and_build_launcher(compile_kernel: Callable[[], Any]) -> Any:
-    compiled, active = compile_kernel(), _active()
+    compiled, active = compile_kernel(), active_driver()
     if hasattr(active, "launcher_cls"):  # not where kernels are compiled without a device
         # Triton stores what this builds on disk, and finds it there when it loads the kernel.
         active.launcher_cls(compiled.src, compiled.metadata)
@@ -203,11 +203,6 @@ def compile_only(run: Callable[[], object], other: Callable[[], object] | None =
     copy_context().run(compile_in_threads)  # a copy, so that _COMPILATION is reset at the end
 
 
-def _active() -> Any:
-    """The active driver of Triton, as Any: its declared type lacks the methods of a GPU."""
-    return driver.active
-
-
 def launch_and_store(cache: dict, signature: Hashable, kernel: Any, prepared: Launch) -> None:
     """Launches a kernel, and stores the launch for `try_relaunch`.
 
@@ -228,7 +223,7 @@ def _start(compiled, grid: tuple[int, int, int], arguments: tuple) -> None:
     if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         compiled[grid](*arguments)
         return
-    active = _active()
+    active = active_driver()
     stream = active.get_current_stream(active.get_current_device())
     no_hooks = (None, None, None)
     compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, *no_hooks, *arguments)

@@ -105,7 +105,7 @@ class PackedLaunch:
         packed = (ctypes.c_void_p * len(addresses))(*addresses)
         function = ctypes.c_void_p(compiled.function)
         self._arguments = ctypes.byref(self._config), function, packed, None  # nothing to convert
-        self._context, active = current_context(), _active()
+        self._context, active = current_context(), active_driver()
         self._device, self._stream_of = active.get_current_device(), active.get_current_stream
         self._launch = _driver().cuLaunchKernelEx
         self._lock = Lock()  # another thread may be about to launch it on tensors of its own
@@ -253,7 +253,7 @@ def _encode(descriptor, metadata: dict):
     return make_tensordesc_arg(*(descriptor, metadata, None)[:arity])[0]
 
 
-def _active() -> Any:
+def active_driver() -> Any:
     """The active driver of Triton, as Any: its declared type lacks the methods of a GPU."""
     return driver.active
 

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from triton import knobs
-from triton.runtime import driver
 
 from sparseflash.backends.triton_common import compile_worker
+from sparseflash.backends.triton_common.relaunch import active_driver
 
 VARIABLE = "SPARSEFLASH_COMPILE_WORKERS"
 # The file is run by its path, because its package imports torch.
@@ -80,8 +80,7 @@ def describe(kernel: Any, *arguments: Any, **constants: Any) -> Description | No
 
 def _target() -> tuple:
     """The target of the compiler, as arguments of Triton's GPUTarget."""
-    active: Any = driver.active
-    target = active.get_current_target()
+    target = active_driver().get_current_target()
     return target.backend, target.arch, target.warp_size
 
 

@@ -11,7 +11,7 @@ import triton
 from triton import knobs
 from triton.runtime import _async_compile
 
-from sparseflash.backends.triton_common import compile_worker, launcher, workers
+from sparseflash.backends.triton_common import compile_worker, launcher, relaunch
 
 
 class Compiled:
@@ -37,8 +37,7 @@ def compiled(monkeypatch):
         get_current_stream=lambda device: 7,
         get_current_target=lambda: target,
     )
-    for module in (launcher, workers):
-        monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(relaunch, "driver", SimpleNamespace(active=active))
     for name in ("hash_sources", "mark"):
         monkeypatch.setattr(compile_worker, name, lambda argument: None)
     compiled = Compiled()
@@ -173,7 +172,7 @@ def test_kernels_are_ready_to_be_launched_when_they_are_compiled(compiled, monke
         together.wait()
         log.append(("built", source, get_ident()))
 
-    monkeypatch.setattr(launcher.driver.active, "launcher_cls", build, raising=False)
+    monkeypatch.setattr(relaunch.driver.active, "launcher_cls", build, raising=False)
     monkeypatch.setattr(launcher.torch.cuda, "device", lambda index: nullcontext())
     kernels = [Compilable(lambda name=name: Loadable(name=name, log=log)) for name in "ab"]
     launcher.compile_only(lambda: [launcher.launch(x, (1, 1, 1), (), (), {}) for x in kernels])

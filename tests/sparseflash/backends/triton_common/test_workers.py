@@ -13,7 +13,7 @@ import triton
 from triton import knobs
 from triton.runtime import driver
 
-from sparseflash.backends.triton_common import compile_worker, launcher, workers
+from sparseflash.backends.triton_common import compile_worker, launcher, relaunch, workers
 
 RANK_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_RANK", "WORLD_SIZE")
 
@@ -178,8 +178,7 @@ def log(monkeypatch):
     log = SimpleNamespace(marked=[], awaited=[])
     target = SimpleNamespace(backend="cuda", arch=90, warp_size=32)
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_target=lambda: target)
-    for module in (launcher, workers):
-        monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(relaunch, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(launcher, "triton_key", lambda: None)
     monkeypatch.setattr(compile_worker, "hash_sources", lambda module: None)
     monkeypatch.setattr(compile_worker, "mark", log.marked.append)
