@@ -50,7 +50,7 @@ PAGE, README = ROOT / "docs/performance.md", ROOT / "README.md"
 SHOWN = (2, 16, 16384, 128)  # batch, heads, tokens and head dim of the README's table
 OURS, ANY_ORDER = "sparseflash", "sparseflash:auto/any-order"
 PICTURE = re.compile(r"!\[[^]]*\]\(experiments/results/speedup-[^)]*\)")
-PEERS = ("flash4", "flex", "cudnn-bsa", "cudnn-flex")
+BASELINES = ("flash4", "flex", "cudnn-bsa", "cudnn-flex")
 FLASH4 = "kernel_cutlass_kernel_flash_attncuteflash_"
 KERNELS = {  # names in records: kernels of FlashAttention-4, and ours under their former names
     f"{FLASH4}fwd_sm90": "forward",
@@ -78,12 +78,14 @@ def terabytes(row: dict) -> str:
 
 
 def sparse(record: dict) -> str:
-    """A summary against the fastest other implementation, then a table for each size."""
-    return f"{against_peers(record['rows'])}\n\n{by_shape(record['rows'], rested_and_sustained)}"
+    """A summary against the fastest baseline, then a table for each size."""
+    return (
+        f"{against_baselines(record['rows'])}\n\n{by_shape(record['rows'], rested_and_sustained)}"
+    )
 
 
-def against_peers(rows: list[dict]) -> str:
-    """Our rate over that of the fastest other implementation, by head dim and pass."""
+def against_baselines(rows: list[dict]) -> str:
+    """Our rate over that of the fastest baseline, by head dim and pass."""
     lines = []
     for head_dim in sorted({row["head_dim"] for row in rows}, reverse=True):
         same = [row for row in rows if row["head_dim"] == head_dim]
@@ -99,7 +101,7 @@ def against_peers(rows: list[dict]) -> str:
 
 
 def ratios(rows: list[dict], direction: str, ours: str, clock: str) -> list[str]:
-    """The range of our rate over the fastest other one, and how often ours is slower."""
+    """The range of our rate over the fastest baseline, and how often ours is slower."""
     found = over_fastest(rows, direction, ours, clock)
     if not found:
         return ["", ""]
@@ -109,21 +111,21 @@ def ratios(rows: list[dict], direction: str, ours: str, clock: str) -> list[str]
 
 
 def over_fastest(rows: list[dict], direction: str, ours: str, clock: str) -> list[float]:
-    """Our rate over the fastest other one, for each mask and size that both have."""
+    """Our rate over the fastest baseline, for each mask and size that both have."""
     found = []
     for size in dict.fromkeys(map(size_of, rows)):
         of_size = [row for row in rows if size_of(row) == size]
         for pattern in dict.fromkeys(row["pattern"] for row in of_size):
             own = find(of_size, pattern, direction, ours)
-            peers = [row[clock] for row in of_peers(of_size, pattern, direction)]
-            if own and peers:
-                found.append(own[clock] / max(peers))
+            baselines = [row[clock] for row in of_baselines(of_size, pattern, direction)]
+            if own and baselines:
+                found.append(own[clock] / max(baselines))
     return found
 
 
-def of_peers(rows: list[dict], pattern: str, direction: str) -> list[dict]:
+def of_baselines(rows: list[dict], pattern: str, direction: str) -> list[dict]:
     """The rows of the other implementations for a mask and a pass."""
-    return [row for name in PEERS if (row := find(rows, pattern, direction, name))]
+    return [row for name in BASELINES if (row := find(rows, pattern, direction, name))]
 
 
 def decoding(record: dict) -> str:
@@ -354,8 +356,7 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
         "varying order, so the last bits of their gradients vary from run to run. sparseflash by "
         "default and FlexAttention give the same bits in every run.\n\n"
         "The first table summarises those below it. Its ratio is the rate of sparseflash over "
-        "that of the fastest other implementation on the same mask and size. Below 1, the other "
-        "one is faster.",
+        "that of the fastest baseline on the same mask and size. Below 1, the baseline is faster.",
         sparse,
     ),
     ("bench-dense", "Full and causal masks", TFLOPS, suite(tflops)),
@@ -494,7 +495,7 @@ def readme_picture() -> str:
 
 
 def readme_table() -> str:
-    """Milliseconds of both passes, and of the fastest other implementation of each row."""
+    """Milliseconds of both passes, and of the fastest baseline of each row."""
     record = load("bench-sparse")
     assert record is not None, "the table of the README needs the record bench-sparse"
     rows = shown_rows(record)
@@ -502,12 +503,12 @@ def readme_table() -> str:
     lines = []
     for pattern in dict.fromkeys(row["pattern"] for row in rows):
         forward, backward, any_order = (find(rows, pattern, *which) for which in own)
-        peers = (fastest(of_peers(rows, pattern, direction)) for direction in DIRECTIONS)
-        ahead, behind = (f"{milliseconds(row)} ({NAMES[row['implementation']]})" for row in peers)
+        others = (fastest(of_baselines(rows, pattern, direction)) for direction in DIRECTIONS)
+        ahead, behind = (f"{milliseconds(row)} ({NAMES[row['implementation']]})" for row in others)
         ours = map(milliseconds, (forward, backward, any_order))
         lines.append([pattern, f"{forward['density']:.1%}", next(ours), ahead, *ours, behind])
-    head = ["mask", "blocks computed", "forward: sparseflash", "fastest other"]
-    head += ["backward: sparseflash", "`deterministic=False`", "fastest other"]
+    head = ["mask", "blocks computed", "forward: sparseflash", "fastest baseline"]
+    head += ["backward: sparseflash", "`deterministic=False`", "fastest baseline"]
     return table(head, lines)
 
 
@@ -516,7 +517,8 @@ def readme_devices() -> str:
     told = []
     for record in load_each("bench-sparse"):
         rows, device = shown_rows(record), record["environment"]["device"]
-        others = [NAMES[name] for name in PEERS if any(r["implementation"] == name for r in rows)]
+        measured_here = {row["implementation"] for row in rows}
+        others = [NAMES[name] for name in BASELINES if name in measured_here]
         passes = {d: over_fastest(rows, d, OURS, "tflops") for d in DIRECTIONS}
         if record["stem"].endswith(DEVICE) or not all(passes.values()):
             continue

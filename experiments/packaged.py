@@ -1,6 +1,6 @@
 """Approximate attention layers with their own projections, and windows of other packages.
 
-All except SMYRF are from other packages: `pip install 'sparseflash[lra-peers]'`.
+All except SMYRF are from other packages: `pip install 'sparseflash[lra-baselines]'`.
 """
 
 from collections.abc import Callable
@@ -92,7 +92,7 @@ def _package(name: str):
         return import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"{name} is not installed: pip install 'sparseflash[lra-peers]'"
+            f"{name} is not installed: pip install 'sparseflash[lra-baselines]'"
         ) from error
 
 

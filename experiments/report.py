@@ -124,8 +124,8 @@ def _lengths_table(found: dict[tuple[str, str], Line], passes: str) -> Table:
     title = f"{passes}: ms, and below it peak MiB, at N tokens"
     table = plain_table(title, ["implementation"], [f"{n:,}" for n in lengths])
     for name, line in found.items():
-        pairs = (line.get(n) for n in lengths)
-        cells = ("" if p is None else f"{p[0]:.4g}\n{p[1] / 2**20:.4g}" for p in pairs)
+        points = (line.get(n) for n in lengths)
+        cells = ("" if p is None else f"{p[0]:.4g}\n{p[1] / 2**20:.4g}" for p in points)
         table.add_row(_label(*name), *cells)
     return table
 
@@ -235,16 +235,16 @@ def compare(before: Record, after: Record) -> Table:
         if values[0] != values[1]:
             raise ValueError(f"the records must share their {name}, got {values[0]}, {values[1]}")
     earlier = {_key(row): row for row in before.rows}
-    pairs = [(earlier[_key(row)], row) for row in after.rows if _key(row) in earlier]
-    if not pairs:
+    matched = [(earlier[_key(row)], row) for row in after.rows if _key(row) in earlier]
+    if not matched:
         raise ValueError("the records have no case in common")
     words, figures = ("case", "pass", "implementation"), ("before, ms", "after, ms", "faster")
     table = plain_table(f"{origin(before)} to {origin(after)}", words, figures)
-    for old, new in pairs:
+    for old, new in matched:
         table.add_row(*_compared(old, new))
     for implementation in dict.fromkeys(row.implementation for row in after.rows):
         ratios = [
-            o.median_ms / n.median_ms for o, n in pairs if n.implementation == implementation
+            o.median_ms / n.median_ms for o, n in matched if n.implementation == implementation
         ]
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))

@@ -179,13 +179,13 @@ def split(
         filled: Work tiles over the capacity of the waves that they occupy, 0 to 1.
         filled_by_full: The same for the full mask.
     """
-    facts = masks, tile_density, density, filled, filled_by_full
+    properties = masks, tile_density, density, filled, filled_by_full
     rounds = [
         {name: turn.device for name, turn in zip(turns, of_round, strict=True)}
         | {"called": of_round[list(turns).index("device")].called}
         for of_round in zip(*turns.values(), strict=True)
     ]
-    in_rounds = [_parts(of_round, *facts) for of_round in rounds]
+    in_rounds = [_parts(of_round, *properties) for of_round in rounds]
     costs_by_part = {name: [of[name] for of in in_rounds] for name in CHANGES}
     parts = {name: median(costs) for name, costs in costs_by_part.items()}
     measured = median(of_round["called"] for of_round in rounds)

@@ -215,8 +215,8 @@ def _triton_work_tiles(
 
     block_size, num_bh = table.block_size, spec.batch * kernel.row_heads(spec)
     major, minor = device.capability
-    facts = (10 * major + minor, device.shared_bytes, spec.dtype, spec.head_dim, block_size)
-    config = configs.choose(kernel.name, *facts, device.capability >= (9, 0))
+    properties = (10 * major + minor, device.shared_bytes, spec.dtype, spec.head_dim, block_size)
+    config = configs.choose(kernel.name, *properties, device.capability >= (9, 0))
     if config is None:
         raise ValueError(
             f"backend triton has no {kernel.name} kernel for head_dim {spec.head_dim} in blocks "

@@ -20,11 +20,11 @@ from experiments.packaged import WINDOW, without_projections
 from experiments.pattern_families import Problem
 from experiments.record import Measurement, Record, crossing_length, lines
 from experiments.settings import Method
-from tests.helpers.peers import MODULES, need_package
+from tests.helpers.baselines import MODULES, need_package
 from tests.helpers.records import FULL
 
 METHOD = Method("cpu", "fp32", ("forward", "backward"), "cpu", "rested", 1.0, 0, limit_ms=100.0)
-PEERS = [Baseline(name) for name in MODULES]
+PACKAGED = [Baseline(name) for name in MODULES]
 
 
 def row(implementation: str, seq_len: int, direction: str, ms: float, **more: Any) -> Measurement:
@@ -156,7 +156,7 @@ def test_parts_of_standard_attention_give_its_result(inputs):
     assert not last.requires_grad
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", PACKAGED)
 def test_layers_without_projections_are_linear_in_the_values(name, inputs):
     need_package(name)
     query, key, value = inputs

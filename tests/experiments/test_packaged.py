@@ -6,7 +6,7 @@ import torch
 from experiments.lra.model import Encoder, EncoderConfig
 from experiments.lra.tasks import Shape
 from experiments.packaged import PACKAGED
-from tests.helpers.peers import need_package
+from tests.helpers.baselines import need_package
 
 
 @pytest.mark.parametrize("name", PACKAGED)
@@ -21,7 +21,9 @@ def test_layers_of_other_packages_take_the_place_of_attention(name):
 
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "linformer", None)
-    with pytest.raises(ImportError, match=r"linformer is not installed: pip install .*lra-peers"):
+    with pytest.raises(
+        ImportError, match=r"linformer is not installed: pip install .*lra-baselines"
+    ):
         PACKAGED["linformer"](16, 2, 64)
 
 

@@ -94,7 +94,7 @@ def check_gradients_in_memory(*arguments, written=True, **facts):
 
 def mask_that_covers(large, small=1.0):
     """What a backend asks of a mask: how far its blocks cover tiles of 128, and of 64 tokens. Its
-    rows are uneven.
+    rows have unequal lengths.
     """
     cover, counts = {(128, 128): large}, torch.tensor([[1, 3]])
     return SimpleNamespace(

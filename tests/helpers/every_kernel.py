@@ -26,7 +26,7 @@ LOCAL = masks.local(90, align="bottom-right")
 WIDE = masks.local(450)  # with so many blocks of each key that the fused backward kernel runs
 BEFORE = LOCAL & masks.causal(align="bottom-right")
 SCATTERED = masks.random(0.3, seed=0)
-UNEVEN = masks.global_tokens(1)  # for which the tile scheduler is dynamic
+IMBALANCED = masks.global_tokens(1)  # for which the tile scheduler is dynamic
 DROPOUT = {"dropout_p": 0.1, "seed": 1}
 
 
@@ -60,13 +60,13 @@ def kernel_calls(backend: str, head_dim: int) -> list[KernelCall]:
     """Calls that launch all kernels of a backend, with and without all that is optional."""
     changed = {"softcap": 5.0, "bias": True} | ({"select": True} if backend == "triton" else {})
     variants = ({}, DROPOUT, changed)
-    patterns = (masks.full(), BEFORE, UNEVEN)
+    patterns = (masks.full(), BEFORE, IMBALANCED)
     calls = [KernelCall(pattern, options=each) for pattern in patterns for each in variants]
     calls += [KernelCall(SCATTERED, block_size=block_size) for block_size in (32, 64)]
     calls += [
         KernelCall(LOCAL, options={"key_lengths": [0, 170]}),
         KernelCall(masks.full(), (3, 2000)),
-        KernelCall(UNEVEN, block_size=64, options=DROPOUT),
+        KernelCall(IMBALANCED, block_size=64, options=DROPOUT),
         KernelCall(BEFORE, options={"return_max_logits": True}),
         KernelCall(BEFORE, options={"score": IN_DOCUMENTS}),
         KernelCall(BEFORE, value_dim=128 if head_dim != 128 else 64),

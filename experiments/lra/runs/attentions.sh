@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The other attentions of Table 3 under the Nystromformer protocol, on ListOps, Text, Image and Pathfinder-32 (or TASKS=text
-# alone), 3 seeds each; minutes a run on one GPU. Needs `pip install -e '.[lra-peers]'` and the data of
+# alone), 3 seeds each; minutes a run on one GPU. Needs `pip install -e '.[lra-baselines]'` and the data of
 # `python -m experiments.lra.data imdb` and `cifar`. Further arguments go to every run.
 set -euo pipefail
 for task in ${TASKS:-listops text image pathfinder}; do

@@ -80,7 +80,8 @@ L2_OPERAND_BYTES = 50_000_000  # most bytes of operands of heads that are schedu
 # Most share of a kernel's time in which the longest row of the last group of heads runs alone.
 MAX_TAIL = 0.05
 # Of the rows of queries of a mask whose blocks the device chooses. Its rows of keys are assumed to
-# be as uneven as if one key block were chosen by all rows of queries, of ASSUMED_BLOCKS each.
+# have the imbalance that they have if all rows of queries, each of ASSUMED_BLOCKS blocks, choose
+# one key block.
 ASSUMED_IMBALANCE = 2.0
 ASSUMED_BLOCKS = 8
 MIN_DYNAMIC_IMBALANCE = 1.25  # of block rows; above it the tile scheduler is dynamic

@@ -91,8 +91,8 @@ def _launch(
     """Launches a kernel of one or several totals, each followed by its part."""
     total, part = tensors[-2:]
     batch, heads, _, dims = part.shape
-    pairs = ((total, rows), (part, part_rows))
-    q_len, of_part = (x.shape[2] if index is None else len(index) for x, index in pairs)
+    merged = ((total, rows), (part, part_rows))
+    q_len, of_part = (x.shape[2] if index is None else len(index) for x, index in merged)
     if q_len != of_part:
         raise ValueError(f"part_rows must be as many as rows, got {of_part} and {q_len}")
     sizes = {"VALUE_DIM": dims, "VALUE_DIMS": configs.padded_dims(dims), "ROWS": ROWS}

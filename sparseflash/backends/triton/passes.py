@@ -60,8 +60,8 @@ def backward(
     sums: tuple[Tensor | None, ...] = (None, None, None)
     padded_len = call.table.by_query.num_rows * call.table.block_size[0]
     new = (needs_key or needs_value) and call.gradients is None
-    facts = (needs_query, new, padded_len)
-    layouts = prepare_once(call.plan, _layouts_of_gradients, (query, key, value), *facts)
+    properties = (needs_query, new, padded_len)
+    layouts = prepare_once(call.plan, _layouts_of_gradients, (query, key, value), *properties)
     grad_query, *both, lse_delta = empty_tensors(layouts, call.plan.spec.device)
     grad_key, grad_value = call.gradients or both
     lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()

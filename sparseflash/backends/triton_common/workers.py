@@ -60,10 +60,10 @@ def describe(kernel: Any, *arguments: Any, **constants: Any) -> Description | No
     with _hook_lock:
         before = hooks.jit_cache_hook
 
-        def hook(**facts: Any) -> bool | None:
+        def hook(**arguments: Any) -> bool | None:
             if get_ident() != thread:
-                return before(**facts) if before is not None else None
-            found.append(facts["compile"]["specialization_data"])
+                return before(**arguments) if before is not None else None
+            found.append(arguments["compile"]["specialization_data"])
             return True  # so that Triton does not compile it
 
         hooks.jit_cache_hook = hook
@@ -73,8 +73,8 @@ def describe(kernel: Any, *arguments: Any, **constants: Any) -> Description | No
             hooks.jit_cache_hook = before
     if not found:
         return None
-    facts = (triton.__version__, kernel.cache_key, str(_target()), found[0])
-    key = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    parts = (triton.__version__, kernel.cache_key, str(_target()), found[0])
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     return Description(kernel.__module__, kernel.__name__, found[0], key)
 
 

@@ -26,9 +26,9 @@ from experiments.lra.learner import (
 )
 from experiments.lra.model import EncoderConfig
 from experiments.lra.tasks import Sample, Shape
+from tests.helpers.baselines import need_package
 from tests.helpers.lightning import TRAINS
 from tests.helpers.lra_runs import ENCODER, Losses, Majority, fit
-from tests.helpers.peers import need_package
 
 pytestmark = TRAINS
 

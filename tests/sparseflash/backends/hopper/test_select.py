@@ -207,8 +207,8 @@ LONG = {"batch": 4, "heads": 32, "q_len": 8192}
 def test_the_forward_pass_reads_higher_tiles_at_64_dims(change, filled, tile):
     full = 0.5 if "block_size" in change else 1.0
     coverage = {(192, 128): filled, (128, 128): full, (64, 64): 1.0}
-    uneven = torch.tensor([[1, 3]])
-    mask = SimpleNamespace(coverage=coverage.get, blocks_per_row=lambda: uneven)
+    unequal = torch.tensor([[1, 3]])
+    mask = SimpleNamespace(coverage=coverage.get, blocks_per_row=lambda: unequal)
     spec = spec_like(**LONG | change)
     assert hopper.forward_block_size_for(spec, mask) == (tile, min(tile, 128))
     assert ("tiles of the forward pass" in described(spec, mask)) == (tile == 192)

@@ -1,4 +1,4 @@
-"""Attention of other packages, which the extra lra-peers installs."""
+"""Attention of other packages, which the extra lra-baselines installs."""
 
 import pytest
 
@@ -14,4 +14,4 @@ MODULES = {
 
 def need_package(attention: str) -> None:
     """Skips a test of an attention of a package that is not installed."""
-    pytest.importorskip(MODULES.get(attention, "torch"), reason="an optional extra, lra-peers")
+    pytest.importorskip(MODULES.get(attention, "torch"), reason="an optional extra, lra-baselines")
