@@ -272,6 +272,9 @@ def pattern(attends: Callable) -> Pattern:
 
     Raises:
         TypeError: `attends` is not a function.
+
+    Reference:
+        Dong et al. 2024, Flex Attention (mask_mod).
     """
     return _of_function(attends, from_predicate)
 
@@ -289,6 +292,9 @@ def block_pattern(attends: Callable) -> Pattern:
 
     Raises:
         TypeError: `attends` is not a function.
+
+    Reference:
+        Dong et al. 2024, Flex Attention (mask_mod).
     """
     return _of_function(attends, from_block_predicate)
 

@@ -37,9 +37,19 @@ Size = int | tuple[int, int]
 class BlockMask(OnGrid, Caching, Handled):
     """Which (query, key) pairs attend, in blocks that are full, partial or empty.
 
-    A BlockMask is immutable. Lengths and block sizes are in tokens. `&`, `|`, `-`, `^`, `~` and
-    `==` are exact for every pair. Both operands must have the same lengths, block size and device.
-    A mask of one head applies to any number of heads.
+    A call of a Pattern makes one, and so do from_blocks, from_dense and from_scipy. A BlockMask is
+    immutable. Lengths and block sizes are in tokens. `&`, `|`, `-`, `^`, `~` and `==` are exact
+    for every pair. A mask of one head applies to any number of heads.
+
+    Attributes:
+        block_set: The stored form, which only the functions of masks._core read.
+
+    Raises:
+        ValueError: The operands of `&`, `|`, `-` or `^` differ in lengths, block size, device, or
+            number of heads other than 1.
+
+    Reference:
+        Dong et al. 2024, Flex Attention (BlockMask).
     """
 
     block_set: BlockSet

@@ -59,6 +59,9 @@ class BlockLists:
         max_blocks: Most non-zero blocks in a row; None for a DynamicMask, where the host does
             not know it.
         total_blocks: Non-zero blocks of all masks; None for a DynamicMask.
+
+    Reference:
+        Graham 1969, Bounds on multiprocessing timing anomalies (longest processing time first).
     """
 
     row_ptr: Tensor
@@ -136,6 +139,9 @@ class LookupTable(Caching):
             reads. A size of 1 means that all batch elements, or all heads, share masks.
         seq_len: (q_len, k_len), in tokens.
         block_size: (bq, bk), in tokens.
+
+    Reference:
+        Dao et al. 2022, FlashAttention, Algorithm 5 (block-sparse).
     """
 
     by_query: BlockLists

@@ -44,6 +44,9 @@ def block_mass(
 
     Raises:
         TypeError, ValueError, BackendError: As sparseflash.attention does.
+
+    Reference:
+        Jiang et al., "MInference 1.0", 2024 (patterns are chosen by their attention mass).
     """
     query, key, _ = checked_tensors(query, key, key, key_lengths)
     query, key = query.float(), key.float()

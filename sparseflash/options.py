@@ -64,6 +64,9 @@ class AttentionOptions:
     Raises:
         TypeError: An option is unknown or of another type; the message names it.
         ValueError: An option is out of range; the message names it and the allowed values.
+
+    Reference:
+        Gemma Team, "Gemma 2", 2024 (soft cap).
     """
 
     scale: float | None = None

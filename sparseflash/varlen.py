@@ -195,6 +195,9 @@ def unpad(x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises:
         TypeError, ValueError: `x` is not such a tensor, or `keep` has another dtype or shape.
+
+    Reference:
+        Dao et al., FlashAttention's unpad_input.
     """
     _check_tokens(x, ("batch", "seq"))
     _check_keep(keep, x.shape[:2])
@@ -215,6 +218,9 @@ def pad(x: Tensor, keep: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: `x` is not a tensor, `keep` has another dtype, or the number of
             tokens differs.
+
+    Reference:
+        Dao et al., FlashAttention's pad_input.
     """
     _check_tokens(x, ("total",))
     _check_keep(keep, keep.shape if isinstance(keep, Tensor) else ())

@@ -18,6 +18,9 @@ def causal(*, align: str | None = None) -> Pattern:
     Raises:
         ValueError: `align` has another value. In a call of the pattern: the lengths differ, and
             `align` is None.
+
+    Reference:
+        Vaswani et al. 2017, Attention is all you need, section 3.2.3.
     """
     check_align(align)
 

@@ -36,6 +36,10 @@ def longformer(window: int, num_global: int) -> Pattern:
 def bigbird(window: int = 3, num_global: int = 2, num_random: int = 3, seed: int = 0) -> Pattern:
     """Full blocks: a window around the diagonal, the first rows and columns, and random ones.
 
+    Block (i, j) is full if |floor(i * nk / nq) - j| <= (window - 1) / 2, i < num_global or
+    j < num_global, or if j is one of the random blocks of row i. If blocks are not square, the
+    pattern is made in square blocks of the longer side.
+
     Args:
         window: Number of blocks in each row around the diagonal, odd.
         num_global: Number of first block rows and block columns that are full.

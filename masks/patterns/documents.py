@@ -33,6 +33,9 @@ def documents(
         TypeError: Lengths are not integers, or `pattern` has another type.
         ValueError: `lengths` is empty, a length is below 0, or the lists differ in length. In a
             call of the pattern: the sums are not the sequence length.
+
+    Reference:
+        Krell et al. 2021, Efficient sequence packing without cross-contamination.
     """
     assert not isinstance(pattern, str), "the decorator has resolved it"
     q_lengths = check_integers("lengths", lengths, least=0)

@@ -26,6 +26,9 @@ def random(density: float, seed: int = 0) -> Pattern:
     Raises:
         TypeError: `seed` is not an integer.
         ValueError: `density` is outside (0, 1].
+
+    Reference:
+        Zaheer et al. 2020, BigBird (random blocks).
     """
     if not isinstance(density, Real) or not 0 < density <= 1:
         raise ValueError(f"density must be in (0, 1], got {density!r}")

@@ -12,7 +12,10 @@ from sparseflash.dispatch.spec import AttentionSpec
 
 
 class BackendError(RuntimeError):
-    """No backend can compute a call, or the backend that was named cannot."""
+    """No backend can compute a call, or the backend that was named cannot.
+
+    The message lists the reasons of each backend. It is raised before any kernel is launched.
+    """
 
 
 class Backend(Protocol):

@@ -14,6 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 import masks
+from masks.arguments import check_integer
 from sparseflash import backends
 from sparseflash._attention import attention
 from sparseflash.backends.select import reasons_against
@@ -101,7 +102,11 @@ def selfcheck(console: Console | None = None, processes: int = 1) -> int:
 
     Returns:
         The number of checks that failed; 1 if there was no check.
+
+    Raises:
+        TypeError, ValueError: `processes` is not an integer or below 1.
     """
+    processes = check_integer("processes", processes, least=1)
     console = console or Console()
     table = Table("backend", "device", "dtype", "head dim", "block", "options", "result")
     to_check = list(cases())

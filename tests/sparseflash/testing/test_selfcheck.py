@@ -34,6 +34,11 @@ def test_a_right_backend_passes():
     assert "all within the error budget" in output
 
 
+def test_a_number_of_processes_below_one_is_refused():
+    with pytest.raises(ValueError, match="processes must be at least 1, got 0"):
+        selfcheck.selfcheck(processes=0)
+
+
 def test_processes_share_the_cases(monkeypatch):
     shared = []
 
