@@ -363,14 +363,14 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
     (
         "bench-small-blocks",
         "Blocks below 128",
-        f"{TFLOPS} The smaller the blocks of a random mask are, the more the bandwidth of L2 "
-        "limits the speed.",
+        f"{TFLOPS} A block of b queries uses a key that it loads b times. So smaller blocks need "
+        "more bytes from L2 for each FLOP.",
         suite(tflops),
     ),
     (
         "bench-decode",
         "Decoding",
-        "TB/s of the keys and values in non-empty blocks; more is better.",
+        "TB/s of the keys and values in non-zero blocks; more is better.",
         decoding,
     ),
     (
@@ -455,8 +455,8 @@ of a section gives the device, the versions, the commit and the command. To meas
 device, run `python -m experiments.speedup` (one minute with `--quick`) and
 `python -m experiments.bench`.
 
-- **Density s** is the number of non-empty blocks over the number of all blocks.
-- **Useful FLOPs** are those of the non-empty blocks: 4 · head dim for each pair in the forward
+- **Density s** is the number of non-zero blocks over the number of all blocks.
+- **Useful FLOPs** are those of the non-zero blocks: 4 · head dim for each pair in the forward
   pass, 2.5 times as many in the backward pass.
 - **Rested** times are measured in short turns with pauses between them, **sustained** times under
   continuous load, where the power limit of the device lowers its clock. Times and rates are rested
