@@ -264,8 +264,8 @@ def reasons(record: dict, grouped: Rows) -> str:
         f"exchange: {plan['exposed_total_ms']:.1f} and {narrow['exposed_total_ms']:.1f} ms of "
         f"both passes are exposed. Without exchanges they take {silent:.1f} ms with 16 key heads, "
         f"where one GPU takes {alone['total_ms']:.1f} for 11 of 12 blocks. Each exchange of "
-        f"{moved:.0f} MB takes at least {moved / NVLINK:.1f} ms at the {NVLINK} GB/s of NVLink. At "
-        "the commit of this record keys and values were exchanged one after the other, in both "
+        f"{moved:.0f} MB takes at least {moved / NVLINK:.1f} ms at the {NVLINK} GB/s of NVLink. "
+        "At the commit of this record keys and values were exchanged one after the other, in both "
         "passes, and a profile in the [notebook](notebook/2026-11.md) shows that only the first "
         "of two exchanges ran beside a kernel of attention. Now they are one exchange, which was "
         "not measured yet.",
