@@ -47,7 +47,7 @@ class Baseline(StrEnum):
     FLASH4 = "flash4"  # FlashAttention-4, where it is installed
     FLEX = "flex"  # FlexAttention, compiled
     CUDNN_BSA = "cudnn-bsa"  # cuDNN's block-sparse attention, where cudnn-frontend is installed
-    CUDNN_FLEX = "cudnn-flex"  # cuDNN's attention of masks as intervals, likewise
+    CUDNN_FLEX = "cudnn-flex"  # cuDNN's attention of masks as intervals, too
     STANDARD = "standard"  # materialised scores
     LINEAR = "linear"  # from here on approximate: see `experiments.attention` and `packaged`
     LINFORMER = "linformer"

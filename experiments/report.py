@@ -94,7 +94,7 @@ def show(record: Record, console: Console) -> None:
         console.print(f"Roofline in the same run: {roofline}", highlight=False)
     if record.drift and record.drift > DRIFT_LIMIT:
         console.print(
-            f"[yellow]The machine was not quiet:[/] when the first case was measured again, its"
+            f"[yellow]The times drifted:[/] when the first case was measured again, its"
             f" time had changed by a factor of {record.drift:.2f}. Repeat the measurement."
         )
     for implementation, pattern, reason in record.skipped:

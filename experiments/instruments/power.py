@@ -3,7 +3,7 @@
     python -m experiments.instruments.power
 
 A GPU lowers its clock if it would otherwise exceed its power limit. Then only a kernel that takes
-less energy is faster. Each pass of each implementation is timed rested, in short bursts with
+less energy is faster. Each pass of each implementation is timed rested, in short turns with
 pauses between them, and sustained, for some seconds without a pause. During the sustained runs
 `nvidia-smi` (part of the driver) reads the clock, the power, and whether power limits the clock.
 The rows are written to power-<gpu>.json after every problem.
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 HEADS, HEAD_DIM = 16, 128
 IMPLEMENTATION = f"{OURS}:auto{ANY_ORDER}"
 BASELINES = (Baseline.CUDNN, Baseline.FLASH4)
-# Rested runs: bursts after pauses, too short for the power limit to lower the clock.
-BURSTS, BURST_MS, PAUSE_SECONDS = 10, 3.0, 0.1
+# Rested runs: turns after pauses, too short for the power limit to lower the clock.
+TURNS, TURN_MS, PAUSE_SECONDS = 10, 3.0, 0.1
 ENQUEUED_MS = 20.0  # sustained runs that are enqueued at a time
 SAMPLE_MILLISECONDS = 50  # between readings of nvidia-smi
 WARM_UP = 1 / 3  # first share of the sustained runs, in which the clock settles; not counted
@@ -174,14 +174,14 @@ def row_of(case: "Case", name: str, direction: str, sample: Sample, seconds: flo
 
 
 def rested(sample: Sample) -> float:
-    """The median of runs in short bursts. The first run of a burst, which ends the pause of the
-    GPU, is not counted.
+    """The median of runs in short turns. The first run of a turn, which ends the pause of the GPU,
+    is not counted.
     """
     (estimate,) = sample(1)
     milliseconds = []
-    for _ in range(BURSTS):
+    for _ in range(TURNS):
         time.sleep(PAUSE_SECONDS)
-        milliseconds += sample(max(2, round(BURST_MS / estimate)))[1:]
+        milliseconds += sample(max(2, round(TURN_MS / estimate)))[1:]
     return statistics.median(milliseconds)
 
 

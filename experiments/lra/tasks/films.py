@@ -32,8 +32,8 @@ class FilmPairs(Retrieval):
     """Reads film_pairs/{train,validation,test}.tsv, in the format of `Retrieval`.
 
     No film is in two splits. Both reviews of a pair have the same sentiment. The first review, and
-    the second review, have the same distribution under both labels, so neither alone tells the
-    label.
+    the second review, have the same distribution under both labels, so neither alone
+    determines the label.
     """
 
     name = "film-pairs"
@@ -122,7 +122,7 @@ def draw_pairs(films: Films, split: str, count: int) -> Iterator[bytes]:
         label = number % 2
         film, sentiment, first = firsts[below(state, len(firsts))]
         # The second review of a pair of two films is drawn as that of a pair of its own film. So
-        # the second review alone does not tell the label.
+        # the second review alone does not determine the label.
         other, other_first = film, first
         while label == 0 and (other == film or other_first.parent.name != sentiment):
             other, _, other_first = firsts[below(state, len(firsts))]

@@ -66,7 +66,8 @@ class Rules:
             free". The minimum is negative if the stamp, one pixel off its centre, does not reach
             into all four quadrants. This applies to the first marked contour and to all
             distractors.
-            "any" allows every direction. Then the coordinates of the discs tell less of the label.
+            "any" allows every direction. Then the label depends less on the coordinates of
+            the discs.
     """
 
     distractors: Literal["release", "described", "none"] = "release"
