@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from masks._core import block_set, convert, reblock, slicing
-from masks._core.block_set import BlockSet
+from masks._core.block_set import EMPTY, BlockSet
 from masks._core.grid import (
     TABLE_SIDES,
     Grid,
@@ -379,7 +379,8 @@ class BlockMask(OnGrid, Caching, Handled):
         k = check_integer("k", k, least=1)
         check_floating("scores", scores)
         scores = convert.batch_of_blocks("scores", scores, self.grid, self.num_heads)
-        eligible = scores.detach().masked_fill(~self.to_blocks() | scores.isnan(), -torch.inf)
+        empty = self._tile_codes() == self.num_bit_tiles + EMPTY
+        eligible = scores.detach().masked_fill(empty | scores.isnan(), -torch.inf)
         best, column = eligible.topk(min(k, eligible.shape[-1]), dim=-1)
         blocks = torch.zeros_like(eligible, dtype=torch.bool)
         return self.select(blocks.scatter_(-1, column, best > -torch.inf), scores)
@@ -449,9 +450,14 @@ class BlockMask(OnGrid, Caching, Handled):
         )
 
     def _by_head(self, masks: Tensor) -> Tensor:
-        # A list as an index would be copied to the device, for which the host would wait.
-        of_heads = [masks[mask] for mask in self.head_to_mask]
-        return of_heads[0] if self.num_heads == 1 else torch.stack(of_heads)
+        return (
+            masks[self.head_to_mask[0]] if self.num_heads == 1 else masks[list(self.head_to_mask)]
+        )
+
+    def _tile_codes(self) -> Tensor:
+        """int64 (num_heads, nq, nk); does not wait for the device."""
+        masks = self.block_set.tile_code_grid().view(self.num_masks, self.grid.nq, self.grid.nk)
+        return torch.stack([masks[mask] for mask in self.head_to_mask])
 
 
 def from_full_runs(grid: Grid) -> BlockMask:
@@ -660,7 +666,8 @@ class DynamicMask(OnGrid, Caching):
 
     def to_blocks(self) -> Tensor:
         """The non-zero blocks: bool (batch or 1, heads or 1, nq, nk)."""
-        return self.blocks & self.support.to_blocks()
+        support = self.support
+        return self.blocks & (support._tile_codes() != support.num_bit_tiles + EMPTY)
 
     def to_dense(self) -> Tensor:
         """The dense mask: bool (batch or 1, heads or 1, q_len, k_len)."""
