@@ -30,6 +30,7 @@ from experiments.cli import (
     Overwrite,
     Passes,
     Suite,
+    check_known,
     needs_cuda,
     output_file,
     parse_densities,
@@ -238,11 +239,7 @@ def parse_backends(text: str) -> tuple[str, ...]:
 
     known = ["auto", *(backend.name for backend in BACKENDS)]
     names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name.removesuffix(ANY_ORDER) not in known:
-            raise typer.BadParameter(
-                f"--backends: unknown backend {name!r}; known: {', '.join(known)}"
-            )
+    check_known("backend", [name.removesuffix(ANY_ORDER) for name in names], known)
     return tuple(OURS if name == "auto" else f"{OURS}:{name}" for name in names)
 
 

@@ -5,7 +5,7 @@ This module imports torch only where it is needed, so that `--help` is quick.
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from enum import StrEnum
 from fractions import Fraction
@@ -165,14 +165,19 @@ def parse_patterns(text: str) -> tuple[str, ...]:
     return names
 
 
+def check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raises typer.BadParameter with all known names for the first name that is not known."""
+    known = list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"unknown {what} {unknown[0]!r}; known: {', '.join(known)}")
+
+
 def parse_baselines(text: str) -> tuple[str, ...]:
     """Names of baselines. Raises typer.BadParameter for an unknown one."""
     if text == "none":
         return ()
     names = tuple(part.strip() for part in text.split(","))
-    if unknown := [name for name in names if name not in set(Baseline)]:
-        known = ", ".join(Baseline)
-        raise typer.BadParameter(f"unknown baseline {unknown[0]!r}; known: none, {known}")
+    check_known("baseline", names, ["none", *Baseline])
     return names
 
 

@@ -28,6 +28,12 @@ def check_integer(name: str, value: Any, least: int = -INT64_MAX, most: int = IN
     return number
 
 
+def check_sizes(most: int = INT64_MAX, **sizes: Any) -> None:
+    """Checks integers from 1 to `most`, by the names of the arguments; see check_integer."""
+    for name, size in sizes.items():
+        check_integer(name, size, least=1, most=most)
+
+
 def check_index(name: str, value: Any, count: int, of: str) -> int:
     """An index of one of `count` objects, called `of`; negative ones count from the last.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from masks import Pattern
 from masks._core.grid import checked_seq_len
-from masks.arguments import check_integer
+from masks.arguments import check_floating_dtype, check_sizes
 from sparseflash.arguments import AnyMask, checked_bias, checked_mask
 from sparseflash.dispatch.call import Call, empty_max_logits
 from sparseflash.dispatch.compile import compile_passes
@@ -74,14 +74,12 @@ def warmup(
     """
     kv_heads = heads if kv_heads is None else kv_heads
     value_dim = head_dim if value_dim is None else value_dim
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
-    for name, number in (sizes | {"batch": batch}).items():
-        check_integer(name, number, least=1)
+    check_sizes(heads=heads, kv_heads=kv_heads, batch=batch)
+    check_sizes(head_dim=head_dim, value_dim=value_dim)
     given = None if seq_len is None else checked_seq_len(seq_len)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {str(device)!r} needs CUDA, and torch finds no CUDA device")
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+    check_floating_dtype("dtype", dtype)
     calls = []
     for mask in map(checked_mask, masks or (None,)):
         lengths = given if isinstance(mask, Pattern) else mask.seq_len

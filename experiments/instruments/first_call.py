@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from experiments.cli import RESULTS, Device, Output, Overwrite, resolve
+from experiments.cli import RESULTS, Device, Output, Overwrite, check_known, resolve
 from experiments.instruments import Log, command
 
 if TYPE_CHECKING:
@@ -85,9 +85,7 @@ def main(
 ) -> None:
     """Measure the first calls of a process with empty and with filled caches, in seconds."""
     chosen = only or list(IMPLEMENTATIONS)
-    if unknown := [name for name in chosen if name not in IMPLEMENTATIONS]:
-        known = ", ".join(IMPLEMENTATIONS)
-        raise typer.BadParameter(f"--only must be one of {known}, got {unknown[0]!r}")
+    check_known("implementation", chosen, IMPLEMENTATIONS)
     sizes = Sizes(heads, seq_len, head_dim, resolve(Device.AUTO))
     shape = {"batch": 1, "heads": heads, "seq_len": seq_len, "head_dim": head_dim}
     log = Log("first-call", sizes.device, output, overwrite, shape=shape)

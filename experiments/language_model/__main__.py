@@ -22,6 +22,7 @@ from experiments.cli import (
     Output,
     Overwrite,
     building,
+    check_known,
     help_of,
     needs_extra,
     output_folder,
@@ -108,8 +109,7 @@ def train(
     resume: ImportFrom = None,
 ) -> None:
     """Train a model; the same command resumes an interrupted run."""
-    if preset not in PRESETS:
-        raise typer.BadParameter(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
+    check_known("preset", [preset], PRESETS)
     if positions not in ("rotary", "learned"):
         raise typer.BadParameter(f"--positions must be rotary or learned, got {positions!r}")
     needs_extra("lra", "lightning")

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from experiments.cli import SHIPPED, Overwrite, needs_extra, output_folder, usage_errors
+from experiments.cli import (
+    SHIPPED,
+    Overwrite,
+    check_known,
+    needs_extra,
+    output_folder,
+    usage_errors,
+)
 from experiments.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -60,8 +67,7 @@ def main(
         measures[pathfinder.name] = partial(floor_readers.pathfinder_floors, pathfinder, samples)
     if task is not None or (data_root / films.FOLDER).exists():
         measures[FilmPairs.name] = partial(floor_readers.film_pairs_floors, data_root)
-    if unknown := set(task or ()) - measures.keys():
-        raise typer.BadParameter(f"unknown task {sorted(unknown)}; known: {list(measures)}")
+    check_known("task", task or (), measures)
     output_folder(output.parent, overwrite)
     record = read_json(output, {"floors": {}, "measured": {}})
     facts = environment(torch.device("cpu")) | {"samples": samples}

@@ -20,7 +20,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from experiments.cli import RESULTS, Output, Overwrite, needs_extra, output_file, usage_errors
+from experiments.cli import (
+    RESULTS,
+    Output,
+    Overwrite,
+    check_known,
+    needs_extra,
+    output_file,
+    usage_errors,
+)
 from experiments.files import write_json
 from experiments.lra import TASKS
 
@@ -53,8 +61,7 @@ def main(
     from experiments.memory import METHOD
 
     console = Console(width=132)
-    if unknown := [name for name in tasks.split(",") if name not in steps.KNOWN]:
-        raise typer.BadParameter(f"unknown task {unknown[0]!r}; known: {', '.join(steps.KNOWN)}")
+    check_known("task", tasks.split(","), steps.KNOWN)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = output_file(output, f"lra-{name}", device.type, overwrite)
     with usage_errors(MissingData):

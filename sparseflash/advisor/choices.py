@@ -13,7 +13,7 @@ from masks._core.grid import BLOCK_SIDES
 from masks._parse import as_pattern
 from masks.analysis import receptive_field
 from masks.analysis.counts import attended_pairs, computed_pairs
-from masks.arguments import check_integer
+from masks.arguments import check_sizes
 from masks.progress import Progress
 from sparseflash import io_model
 from sparseflash._attention import attention
@@ -55,8 +55,8 @@ class Workload:
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "head_dim", "batch", "heads"):
-            check_integer(name, getattr(self, name), least=1)
+        check_sizes(seq_len=self.seq_len, batch=self.batch)
+        check_sizes(heads=self.heads, head_dim=self.head_dim)
         io_model.device_named(self.device)
 
     def __str__(self) -> str:

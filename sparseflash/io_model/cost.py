@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from masks.arguments import check_integer
+from masks.arguments import check_sizes
 from sparseflash.io_model.device import Device
 
 DIRECTIONS = ("forward", "backward")
@@ -122,7 +122,6 @@ class Cost:
 
 def check_case(direction: str, **sizes: int) -> None:
     """Raises if a size is not a positive integer, or the direction is unknown."""
-    for name, size in sizes.items():
-        check_integer(name, size, least=1)
+    check_sizes(**sizes)
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from masks import BlockMask
+from masks.arguments import check_floating_dtype
 from masks.lookup_table import BlockLists, LookupTable
 from masks.mask_batch import check_block_mask
 from sparseflash.backends import hopper, triton
@@ -139,8 +140,7 @@ def attention(
         2023, FlashAttention-2.
     """
     kv_heads = heads if kv_heads is None else kv_heads
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+    check_floating_dtype("dtype", dtype)
     check_case(direction, head_dim=head_dim, batch=batch, heads=heads, kv_heads=kv_heads)
     check_block_mask(mask)
     if heads % kv_heads:

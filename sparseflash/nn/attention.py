@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 import masks
 from masks import BlockMask, Pattern
 from masks._parse import as_pattern, parse
-from masks.arguments import check_floating, check_integer
+from masks.arguments import check_floating, check_integer, check_sizes
 from sparseflash._attention import attention
 from sparseflash.arguments import check_key_lengths, lengths_in_range
 from sparseflash.dispatch.spec import FEW_QUERIES
@@ -71,9 +71,7 @@ class SparseAttention(nn.Module):
     ):
         super().__init__()
         kv_heads = num_heads if kv_heads is None else kv_heads
-        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kv_heads": kv_heads}
-        for name, size in sizes.items():
-            check_integer(name, size, least=1, most=2**31 - 1)
+        check_sizes(2**31 - 1, embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads)
         if embed_dim % num_heads or num_heads % kv_heads:
             raise ValueError(
                 f"num_heads must divide embed_dim {embed_dim} and be a multiple of kv_heads "

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from masks.arguments import check_floating, check_floating_dtype, check_integer
+from masks.arguments import check_floating, check_floating_dtype, check_sizes
 
 
 class KeyValueCache:
@@ -34,9 +34,8 @@ class KeyValueCache:
         value_dim: int | None = None,
     ):
         value_dim = head_dim if value_dim is None else value_dim
-        sizes = {"batch": batch, "kv_heads": kv_heads, "max_len": max_len, "head_dim": head_dim}
-        for name, size in (sizes | {"value_dim": value_dim}).items():
-            check_integer(name, size, least=1)
+        check_sizes(batch=batch, kv_heads=kv_heads, max_len=max_len, head_dim=head_dim)
+        check_sizes(value_dim=value_dim)
         check_floating_dtype("dtype", dtype)
         self._keys, self._values = (
             torch.zeros(batch, kv_heads, max_len, dim, dtype=dtype, device=device)

@@ -27,7 +27,7 @@ SHAPE = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
         (None, {"seq_len": "64"}, "seq_len must be an integer, got '64'"),
         (None, {"seq_len": -1}, "seq_len must be at least 1 token, got -1"),
         (None, {"seq_len": (1, 2, 3)}, r"seq_len must be an integer or a \(q, k\) pair"),
-        (None, {"seq_len": 64, "dtype": "bfloat16"}, "dtype must be a torch.dtype"),
+        (None, {"seq_len": 64, "dtype": "bfloat16"}, "dtype must be a floating-point torch.dtype"),
     ],
 )
 def test_what_no_call_could_have_is_refused(mask, changed, message):

@@ -36,5 +36,7 @@ def test_caches_are_those_of_the_folder(tmp_path, monkeypatch):
 
 
 def test_an_unknown_implementation_is_named():
-    with pytest.raises(BadParameter, match="one of sparseflash, warmup, flex, got 'flash'"):
+    with pytest.raises(
+        BadParameter, match="unknown implementation 'flash'; known: sparseflash, warmup, flex"
+    ):
         first_call.main(only=["flash"])
