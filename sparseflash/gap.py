@@ -13,10 +13,10 @@ The masks below `device` are computed in tiles of the size that the call has, wh
 be chosen for them. Most parts are the difference of two neighbours in this list. A row takes the
 time of its prologue and epilogue, and the time of its blocks. `longer` has the same rows with
 eight times as many blocks, so its difference to `equal` is the time of seven times the blocks. The
-rest of `equal` is prologues and epilogues. What a block takes longer in a short row is among them:
-the loads of Q and the stores of O of a row of few blocks take longer than its products, which
-cannot hide them. Rows of only twice the length would be short, too, and an error of 1 % in their
-time would be one of 2 % in the time of the blocks.
+rest of `equal` is prologues and epilogues. It includes the additional time of a block in a short
+row, whose loads of Q and stores of O take longer than its products, so that these cannot hide
+them. Rows of only twice the length would be short, too, and an error of 1 % in their time would
+be one of 2 % in the time of the blocks.
 
 The last wave of work tiles may leave a part of the device idle: the tail of the grid. The full
 mask has prologues, epilogues and a tail, too. Only the part of them counts that exceeds the

@@ -4,7 +4,8 @@
 whose receptive field, over the layers of a model, is large enough. `measure` adds measured times.
 
 Predicted times are the least times of sparseflash.io_model. They are below the measured times. In
-the records more than 9 of 10 pairs that differ by 10 % are in the order of their predicted times.
+the records, if two measured times differ by 10 % or more, the predicted times have the same order
+in more than 9 of 10 cases.
 
 A backend reads small blocks as parts of larger ones if that is faster. So several block sizes may
 take the same time.

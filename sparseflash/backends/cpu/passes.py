@@ -1,6 +1,6 @@
 """Forward and backward of block-sparse attention in vectorised PyTorch.
 
-Whole rows of scores are computed at once, so the softmax needs no running maximum:
+Whole rows of scores are computed at once, so the softmax needs no running row max:
 
     S = log2(e) * (score(softcap(scale * Q K^T)) + bias), -inf where masked
     P = exp2(S - max S),  l = sum P,  O = dropout(P) V / l,  LSE = ln(2) * max S + ln(l)

@@ -61,10 +61,10 @@ def backward(
     )
     # Each entry of the other gradients is a sum over many queries.
     any_query = reached.any()
-    natural = (reached, touched, touched, any_query, any_query, any_query)
+    affected = (reached, touched, touched, any_query, any_query, any_query)
     return tuple(
         None if grad is None else torch.where(where, grad, other)
-        for where, grad, other in zip(natural, grads, clean, strict=True)
+        for where, grad, other in zip(affected, grads, clean, strict=True)
     )
 
 

@@ -1,4 +1,4 @@
-"""The words of sparseflash.dropout in tiles of any shape and layout, for Triton and for Gluon."""
+"""Keep words of sparseflash.dropout in tiles of any shape and layout, for Triton and Gluon."""
 
 import triton
 import triton.language as tl

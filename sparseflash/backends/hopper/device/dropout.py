@@ -1,4 +1,4 @@
-"""Dropout in the kernels: the words of sparseflash.dropout, a bit for each pair.
+"""Dropout in the kernels: the keep words of sparseflash.dropout, a bit for each pair.
 
 Each word of a tile is drawn by one thread. Then each thread gets the words of its own pairs, and
 tests bits of which the compiler knows the numbers.

@@ -1,4 +1,4 @@
-"""Circular buffers of tiles in shared memory, in the words of CUTLASS.
+"""Circular buffers of tiles in shared memory, in the terms of CUTLASS.
 
     producer    producer_acquire: wait until a stage is empty; TMA load; full barrier completes
     consumer    consumer_wait: wait until it is full; read; consumer_release: it is empty again
