@@ -23,6 +23,9 @@ WRITTEN_ROW, COPIED_BLOCK = 1.0, 2.0
 # More of that where waiting rows are not consecutive: by their bytes, a row of query is copied in
 # each pass, and of O and its gradient; and gradients of own keys are copied and added.
 GATHERED_ROW, ADDED_BLOCK = 3.0, 3.7
+# The kernel of dK and dV over both kernels of a backward pass: four of seven products.
+OF_KEYS = 4 / 7
+BACKWARD = 2.5  # FLOPs of the backward pass over those of the forward pass
 MOST_PAIRWISE = 4  # rounds of pairwise exchanges: with each one rows are merged once more
 
 
@@ -64,34 +67,48 @@ class Division:
         block: float,
         exchange: Tensor,
         rounds: Tensor | float = 1.0,
+        backward: bool = False,
     ) -> Tensor:
         """The predicted time of one pass without copies of keys and values, for each rank.
 
-        in place  max(ready, exchange) + waiting
-        rows    max(ready + waiting, exchange / groups + waiting, exchange + waiting / groups)
-                + writing of the waiting rows, if they are not all rows of the only group,
-                  and gathering them, if they are not consecutive
-        keys    max(own, exchange) + fetched + merging of the waiting rows in each round
+        An exchange runs beside the kernels that are started when it is: one that follows another
+        exchange waits until no kernel of attention runs.
+
+        in place  max(ready, exchange) + waiting; in the backward pass
+                  blocks + max(exchange - dK and dV of own blocks, 0)
+        rows, keys    max(first, exchange / n) + (n - 1) max(later / n, exchange / n) + later / n
+            rows    n groups, first = ready, later = waiting
+                    + writing of the waiting rows, if they are not all rows of the only group,
+                    and gathering them, if they are not consecutive
+            keys    n rounds, first = own, later = fetched + merging of the waiting rows in each
+
+        By rows and by keys the order in the backward pass is the reverse one, and takes as long.
 
         Args:
             split, groups: As in ContextPlan.
-            block: Time of a block, in any unit.
+            block: Time of a block in this pass, in any unit.
             exchange: Time of the exchange of each rank (ranks,), in the same unit.
             rounds: Number of rounds in which each rank receives keys (ranks,), by keys.
+            backward: Whether it is the backward pass.
 
         Returns:
             float64 (ranks,), in the same unit.
         """
-        if split == "keys":
-            merged = self.fetched + MERGED_ROW * self.waiting_rows * rounds
-            return torch.maximum(self.own * block, exchange) + merged * block
-        ready, waiting = self.ready * block, self.waiting * block
         if split == "in place":
-            return torch.maximum(ready, exchange) + waiting
-        written = WRITTEN_ROW * self.waiting_rows * ((ready > 0) | (groups > 1))
-        waiting = waiting + (written + GATHERED_ROW * self.gathered_rows) * block
-        first = torch.maximum(ready, exchange / groups)
-        return torch.maximum(first + waiting, exchange + waiting / groups)
+            if backward:
+                exposed = (exchange - OF_KEYS * self.own * block).clamp(min=0)
+                return (self.own + self.fetched) * block + exposed
+            return torch.maximum(self.ready * block, exchange) + self.waiting * block
+        if split == "keys":
+            parts: Tensor | float = torch.as_tensor(rounds).clamp(min=1)
+            first, later = self.own, self.fetched + MERGED_ROW * self.waiting_rows * rounds
+        else:
+            parts, first = groups, self.ready
+            written = WRITTEN_ROW * self.waiting_rows * ((first > 0) | (groups > 1))
+            later = self.waiting + written + GATHERED_ROW * self.gathered_rows
+        first, later, exchange = first * block, later * block / parts, exchange / parts
+        between = (parts - 1) * torch.maximum(later, exchange)
+        return torch.maximum(first, exchange) + between + later
 
 
 def divide_blocks(workload: Workload, owner: Tensor, ranks: int) -> Division:
@@ -199,7 +216,12 @@ def choose_split(
     rounds = receiving_rounds(workload, owner, costs.traffic)
     best, least = allowed[0], math.inf
     for choice in allowed:
-        time = division.elapsed(*choice, 1.0, exchange, rounds) + copies[choice[0]]
+        # The time of a block, 1, is the mean of both passes.
+        forward, backward = (
+            division.elapsed(*choice, 2 * flops / (1 + BACKWARD), exchange, rounds, flops > 1)
+            for flops in (1.0, BACKWARD)
+        )
+        time = (forward + backward) / 2 + copies[choice[0]]
         if float(time.max()) * WORTH < least:
             best, least = choice, float(time.max())
     return best

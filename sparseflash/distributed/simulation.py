@@ -4,18 +4,17 @@
 
 It needs no GPU and no other process. The model of one pass of one rank:
 
-    in place  call + max(ready blocks, exchange) + waiting blocks + copies
-    by keys   call + max(own blocks, exchange) + fetched blocks + merge of rows + copies
-    by rows   call + max(blocks, exchange / groups + waiting blocks,
-                         exchange + waiting blocks / groups) + copies
+    forward   call + time of the blocks, beside which exchanges run + copies
+    backward  the same
     exchange  latency + max(bytes received, bytes sent) / bandwidth
     copies    (bytes read + bytes written) / memory
 
-Waiting blocks belong to rows that attend fetched keys. The time of a block is its useful FLOPs,
-4 d bq bk forward and 2.5 times as many backward, over the rate of the machine. Copies are those
-of keys and values that are packed or put in order, and the addition of received gradients. The
-time of a pass is that of the slowest rank. `efficiency` is the time of evenly divided blocks alone
-over the predicted time. If `exposed` is not 0, communication is not hidden by computation.
+`model.Division.elapsed` has the order of kernels and exchanges for each split. The time of a block
+is its useful FLOPs, 4 d bq bk forward and 2.5 times as many backward, over the rate of the
+machine. Copies are those of keys and values that are packed or put in order, and the addition of
+received gradients. The time of a pass is that of the slowest rank. `efficiency` is the time of
+evenly divided blocks alone over the predicted time. If `exposed` is not 0, communication is not
+hidden by computation.
 """
 
 import json
@@ -26,11 +25,14 @@ import torch
 from torch import Tensor
 
 from sparseflash.distributed.assign import Split
-from sparseflash.distributed.model import Division, divide_blocks, receiving_rounds
+from sparseflash.distributed.model import (
+    BACKWARD,
+    Division,
+    divide_blocks,
+    receiving_rounds,
+)
 from sparseflash.distributed.plan import ContextPlan
 from sparseflash.distributed.report import Report
-
-BACKWARD = 2.5  # FLOPs of the backward pass over those of the forward pass
 
 
 @dataclass(frozen=True)
@@ -201,12 +203,12 @@ class Demand:
         of_ranks.append(self.gathered_rows or [0.0] * len(self.own))
         division = Division(*(torch.tensor(each).double() for each in of_ranks))
         rounds = torch.tensor(self.rounds or [1.0]).double()
+        moved = torch.tensor([self.moved, self.returned]).double()
+        exchanges = [machine.exchange_ms(each) for each in moved]
         forward, backward = (
-            division.elapsed(self.split, self.groups, block, machine.exchange_ms(moved), rounds)
-            for block, moved in zip(
-                self.block_ms(machine),
-                torch.tensor([self.moved, self.returned]).double(),
-                strict=True,
+            division.elapsed(self.split, self.groups, block, exchange, rounds, is_backward)
+            for block, exchange, is_backward in zip(
+                self.block_ms(machine), exchanges, (False, True), strict=True
             )
         )
         copied, added = (

@@ -293,8 +293,10 @@ def test_auto_computes_in_place_if_all_blocks_are_whole_and_heads_have_one_mask(
     window = masks.local((511, 0))
     assert make_plan(window(65536, 128), 8).split == "in place"
     assert make_plan(masks.butterfly()(131072, 128), 4).split == "in place"
-    # No row is ready, and the exchange takes as long as computing the blocks of own keys.
-    assert make_plan(masks.butterfly()(131072, 128), 4, "contiguous").split == "keys"
+    # In place nothing runs beside the exchange of the forward pass, because no row is ready. By
+    # keys the blocks of own keys do, and all rows are merged once more.
+    random = (masks.random(density, seed=0)(65536, 128) for density in (0.1, 0.17))
+    assert [make_plan(x, 4, "contiguous").split for x in random] == ["in place", "keys"]
     for mask in (window(65530, 128), masks.stack([window, masks.local(64)])(65536, 128)):
         assert make_plan(mask, 8).split != "in place"
         with pytest.raises(

@@ -14,7 +14,7 @@ import masks
 from sparseflash.commands.simulate import hiding, parse_tokens, simulate
 from sparseflash.distributed import make_plan
 from sparseflash.distributed.assign import Workload
-from sparseflash.distributed.model import MERGED_ROW, divide_blocks
+from sparseflash.distributed.model import MERGED_ROW, OF_KEYS, Division, divide_blocks
 from sparseflash.distributed.simulation import (
     Attention,
     Demand,
@@ -132,8 +132,44 @@ def test_each_round_merges_rows():
 
 
 def test_selected_blocks_are_computed_faster_but_not_moved_or_merged_faster():
+    """Beside many blocks neither the exchange nor merging takes long; beside few both do."""
     mask = masks.full()(65536, 128)
-    assert make_plan(mask, 4, "contiguous", fetch_cost=4.0 * 16).split == "keys"
+    plans = [make_plan(mask, 4, "contiguous", fetch_cost=4.0 * n) for n in (1, 6, 16)]
+    assert [plan.split for plan in plans] == ["in place", "keys", "in place"]
+
+
+@pytest.mark.parametrize("exchange", [0.5, 3.0, 9.0, 40.0])
+def test_an_exchange_waits_for_kernels_that_are_started_before_it(exchange):
+    """Of several exchanges each one starts with a kernel, and the next kernel waits for it.
+
+    Ten ready blocks, six waiting ones, twelve of own and four of fetched keys; rows take no time.
+    """
+    numbers = {"own": 12.0, "fetched": 4.0, "ready": 10.0, "waiting": 6.0}
+    numbers |= {"waiting_rows": 0.0, "gathered_rows": 0.0}
+    division = Division(**{name: torch.tensor([x]).double() for name, x in numbers.items()})
+
+    def elapsed(split, groups, rounds=1.0, backward=False):
+        moved = torch.tensor([exchange]).double()
+        return float(division.elapsed(split, groups, 1.0, moved, rounds, backward))
+
+    def in_turn(kernels, count):
+        """Kernel n + 1 needs exchange n, which starts with kernel n."""
+        time = 0.0
+        for kernel in kernels[:-1]:
+            time += max(kernel, exchange / count)
+        return time + kernels[-1]
+
+    assert elapsed("rows", 1) == elapsed("in place", 1) == in_turn([10, 6], 1)
+    assert elapsed("rows", 4) == pytest.approx(in_turn([10, 1.5, 1.5, 1.5, 1.5], 4))
+    assert elapsed("keys", 1) == in_turn([12, 4], 1)
+    assert elapsed("keys", 1, torch.tensor([2.0])) == in_turn([12, 2, 2], 2)
+    for split, groups in (("rows", 4), ("keys", 1)):
+        assert elapsed(split, groups) == elapsed(split, groups, backward=True)
+    # dQ and gradients of fetched keys are computed before the exchange, those of own keys beside.
+    of_own = 12 * OF_KEYS
+    assert elapsed("in place", 1, backward=True) == pytest.approx(
+        16 - of_own + max(of_own, exchange)
+    )
 
 
 def test_exchange_of_shared_rows_takes_time():
