@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from masks import BlockMask
 from masks._core.grid import BLOCK_SIDES
+from masks.mask_batch import CompiledMask
 from masks.progress import Progress, late_bar
 from sparseflash import backends, io_model
 from sparseflash._attention import attention
@@ -38,6 +39,8 @@ from sparseflash.timing import Turn, rested_turns, sustained_ms
 
 TIMED = {"device": "measured", "full": "full", "dense": "dense"}  # fields of Explanation
 MOST_SECONDS = 10.0  # of the rounds of a pass, unless two rounds take longer
+Runner = Callable[..., Tensor]  # of query, key and value
+Pass = dict[str, list[Turn]]  # the turns of each function, as many rounds
 
 
 @dataclass(frozen=True)
@@ -210,23 +213,45 @@ def explain(
     tensors: dict[str, Any] = {"key_lengths": key_lengths, "bias": bias, "sinks": sinks}
     tensors["score_tensors"] = score_tensors
     attend = partial(attention, **tensors, **(options | {"backend": chosen.name}))
-    full = FULL(compiled.seq_len, compiled.block_size, query.device)
+    return _with_times(explanation, chosen, compiled, attend, progress, query, key, value)
+
+
+def _with_times(
+    explanation: Explanation,
+    backend: Backend,
+    mask: CompiledMask,
+    attend: Runner,
+    progress: Progress | None,
+    *tensors: Tensor,
+) -> Explanation:
+    """The explanation with the times of the call, the full mask and dense attention, and the gaps.
+
+    Args:
+        explanation: The explanation of the call.
+        backend: The backend that computes it.
+        mask: Its mask.
+        attend: `attention` with all arguments of the call but query, key, value and mask.
+        progress: As in explain.
+        tensors: query, key and value.
+    """
+    spec = explanation.spec
+    full = FULL(mask.seq_len, mask.block_size, spec.device)
     dense = partial(
         scaled_dot_product_attention,
-        scale=options.get("scale"),
+        scale=spec.scale,
         dropout_p=spec.dropout_p,
         enable_gqa=spec.heads != spec.kv_heads,
     )
     runs = {
-        "device": partial(attend, mask=compiled),
+        "device": partial(attend, mask=mask),
         "full": partial(attend, mask=full),
         "dense": dense,
     }
-    if not isinstance(compiled, BlockMask):
+    if not isinstance(mask, BlockMask):
         same: dict[str, Mapping[str, Runner]] = dict.fromkeys(io_model.DIRECTIONS, runs)
-        return replace(explanation, **_times(*_measured(same, progress, {}, query, key, value)))
-    sizes = chosen.forward_block_size_for(spec, compiled), chosen.block_size_for(spec, compiled)
-    of_size = {size: _variants(compiled, size) for size in dict.fromkeys(sizes)}
+        return replace(explanation, **_times(*_measured(same, progress, {}, *tensors)))
+    sizes = backend.forward_block_size_for(spec, mask), backend.block_size_for(spec, mask)
+    of_size = {size: _variants(mask, size) for size in dict.fromkeys(sizes)}
     without = {d: of_size[size] for d, size in zip(io_model.DIRECTIONS, sizes, strict=True)}
 
     def in_tiles_of_the_call(mask: BlockMask, *tensors: Tensor) -> Tensor:
@@ -241,14 +266,14 @@ def explain(
     def gap(direction: str, filled: float, filled_by_full: float, timed: Pass) -> Gap:
         turns = {name: of for name, of in timed.items() if name != "dense"}
         masks_of = without[direction]
-        densities = masks_of["whole"].density, compiled.density
+        densities = masks_of["whole"].density, mask.density
         return split(turns, masks_of, *densities, filled, filled_by_full)
 
     gap_of = {
-        d: partial(gap, d, *(_filled(spec, chosen, each, d) for each in (compiled, full)))
+        d: partial(gap, d, *(_filled(spec, backend, each, d) for each in (mask, full)))
         for d in io_model.DIRECTIONS
     }
-    passes, sustained = _measured(runs_of, progress, gap_of, query, key, value)
+    passes, sustained = _measured(runs_of, progress, gap_of, *tensors)
     gaps = [gap_of[d](timed) for d, timed in zip(io_model.DIRECTIONS, passes, strict=True)]
     times = _times(passes, sustained)
     return replace(explanation, **times, forward_gap=gaps[0], backward_gap=gaps[1])
@@ -263,10 +288,6 @@ def _variants(mask: BlockMask, block_size: tuple[int, int]) -> dict[str, BlockMa
     rows, columns = block_size
     side = max(side for side in BLOCK_SIDES if rows % side == 0)
     return variants(mask.reblock((side, columns)), rows // side)
-
-
-Runner = Callable[..., Tensor]  # of query, key and value
-Pass = dict[str, list[Turn]]  # the turns of each function, as many rounds
 
 
 def _measured(
