@@ -171,12 +171,7 @@ def floor(task: str) -> float:
     if task in PRIORS:
         return PRIORS[task]
     name, which = BEST_FLOOR[task]
-    return recorded_floors()[name][which]
-
-
-@cache
-def recorded_floors() -> dict[str, dict[str, float]]:
-    return json.loads(floors.RESULTS.read_text())["floors"]
+    return floors.recorded()[name][which]
 
 
 def speed_up(label: str | None) -> str:
@@ -238,7 +233,7 @@ def label_of(step: dict) -> str:
 
 def floor_table() -> str:
     """The accuracy of trivial predictors."""
-    known = recorded_floors()
+    known = floors.recorded()
     tasks = ["listops", *(f"pathfinder{side}-hard" for side in floors.SIDES)]
     rows = [["most frequent class", "17", "50", "50", "50", "50"]]
     for title, name in FLOORS.items():

@@ -24,7 +24,7 @@ def test_speed_ups_in_sentences():
 
 
 def test_floors_in_sentences():
-    recorded = page.recorded_floors()
+    recorded = page.floors.recorded()
     pairs = recorded["film-pairs"]
     text = " ".join(PAGE)
     assert f"accuracy of {100 * pairs['shared words']:.1f}% on all 10,000 test pairs" in text
