@@ -169,21 +169,7 @@ def _finish(
         print("no pattern connects enough pairs within the budget")
         return
     print(workload)
-    table = Table(box=None)
-    sees = any(choice.connected is not None for choice in choices)
-    names = ["block", "density", "useful", "predicted ms"]
-    names += ["measured ms"] * options.measure + ["connected"] * sees
-    for name in (*names, "pattern"):  # the pattern is last, and a long one exceeds the terminal
-        table.add_column(name, no_wrap=True)
-    for choice in choices:
-        row = [str(choice.block_size), f"{choice.density:.4g}"]
-        row += [f"{choice.useful:.1%}", f"{choice.predicted_ms:.3f}"]
-        row += [] if choice.measured_ms is None else [f"{choice.measured_ms:.3f}"]
-        if choice.connected is not None:
-            low, high = choice.connected_interval or (choice.connected,) * 2
-            interval = f" ({low:.0%} to {high:.0%})" if low < high else ""
-            row.append(f"{choice.connected:.1%}{interval}")
-        table.add_row(*row, escape(choice.pattern))
+    table = _table(choices, options.measure)
     console = Console()
     unbounded = console.options.update(width=1 << 16)
     console.width = max(console.width, console.measure(table, options=unbounded).maximum)
@@ -196,3 +182,23 @@ def _finish(
             f"The predicted time is a lower bound. On an H200, measured calls took {low:g} to "
             f"{high:g} times as long; the median is {middle:g}."
         )
+
+
+def _table(choices: "Sequence[Choice]", measured: bool) -> Table:
+    """A row for each choice, with the columns that they have."""
+    table = Table(box=None)
+    names = ["block", "density", "useful", "predicted ms"]
+    names += ["measured ms"] * measured
+    names += ["connected"] * any(choice.connected is not None for choice in choices)
+    for name in (*names, "pattern"):  # the pattern is last, and a long one exceeds the terminal
+        table.add_column(name, no_wrap=True)
+    for choice in choices:
+        row = [str(choice.block_size), f"{choice.density:.4g}"]
+        row += [f"{choice.useful:.1%}", f"{choice.predicted_ms:.3f}"]
+        row += [] if choice.measured_ms is None else [f"{choice.measured_ms:.3f}"]
+        if choice.connected is not None:
+            low, high = choice.connected_interval or (choice.connected,) * 2
+            interval = f" ({low:.0%} to {high:.0%})" if low < high else ""
+            row.append(f"{choice.connected:.1%}{interval}")
+        table.add_row(*row, escape(choice.pattern))
+    return table
