@@ -117,6 +117,12 @@ class Section:
 def sections(entries: Sequence[Entry]) -> Iterator[Section]:
     """Yields the sections of a page.
 
+    Args:
+        entries: What the page shows, in order.
+
+    Returns:
+        An iterator: a mask is built, and its pictures are drawn, when its section is taken.
+
     Raises:
         ValueError: The mask of an entry cannot be built.
     """
@@ -138,7 +144,15 @@ def sections(entries: Sequence[Entry]) -> Iterator[Section]:
 
 
 def of_module(path: Path, seq_len: Any = 4096, block_size: Any = 128) -> list[Entry]:
-    """Runs a Python file; returns an entry for every Pattern that it defines.
+    """Runs a Python file, and makes an entry of every Pattern that it defines.
+
+    Args:
+        path: The file.
+        seq_len: Length in tokens, one number or (q_len, k_len).
+        block_size: Block size in tokens, one number or (bq, bk).
+
+    Returns:
+        The entries, in the order of the file.
 
     Raises:
         ValueError: The file does not exist or defines no Pattern.
@@ -199,7 +213,18 @@ th {{ text-align: left; font-weight: normal; padding-right: 2rem }}
 
 
 def write(folder: Path, shown: Sequence[Section]) -> Path:
-    """Writes index.html and the pictures to a folder, and returns the path of the page."""
+    """Writes index.html and the pictures to a folder.
+
+    Args:
+        folder: The folder, which is created if it does not exist.
+        shown: The sections of the page.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for section in shown:
         for suffix, content in section.pictures.items():
@@ -231,6 +256,9 @@ def difference(a: BlockMask, b: BlockMask, names: tuple[str, str] = ("A", "B")) 
     Args:
         a, b: The masks, with equal lengths, block size and number of heads.
         names: Their names in the picture.
+
+    Returns:
+        The difference, with a picture.
 
     Raises:
         ValueError: Lengths, block sizes or numbers of heads differ.

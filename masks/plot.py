@@ -89,6 +89,9 @@ def text(mask: BlockMask, most: int = COLUMNS // 2) -> str:
     Args:
         mask: The mask.
         most: Largest number of rows and of columns, each column of two characters.
+
+    Returns:
+        A line for each row, without a line break at the end.
     """
     cells = (cell_density(mask, most) * (len(_SHADES) - 1)).ceil().int()
     return "\n".join("".join(_SHADES[c] * 2 for c in row) for row in cells.tolist())
@@ -104,6 +107,9 @@ def save(mask: BlockMask, path: Path | str, title: str) -> None:
         mask: The mask.
         path: The file, whose suffix is one of FORMATS.
         title: Title of the picture.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     from matplotlib.figure import Figure  # it takes longer to import than masks itself
 

@@ -291,6 +291,9 @@ def plot(
         path: The file; its suffix selects the format.
         title: Title, such as str(workload).
         connected: Share of pairs at which a line is drawn.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     from matplotlib.figure import Figure  # it takes long to import
 

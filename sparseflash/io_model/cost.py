@@ -52,7 +52,12 @@ class KernelCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a pass: its kernels, which run one after the other, on a device."""
+    """The cost of a pass: its kernels, which run one after the other, on a device.
+
+    Attributes:
+        device: The device, with its rates.
+        kernels: The cost of each kernel.
+    """
 
     device: Device
     kernels: tuple[KernelCost, ...]
