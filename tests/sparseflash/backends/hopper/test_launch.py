@@ -65,7 +65,7 @@ def test_strides_of_single_entries_do_not_matter():
         (masks.global_tokens(1) - masks.full(), False, 1),
     ],
 )
-def test_uneven_rows_are_scheduled_dynamically_and_very_long_ones_first(
+def test_rows_of_unequal_lengths_are_scheduled_dynamically_and_very_long_ones_first(
     pattern, is_dynamic, heads_per_group
 ):
     table = pattern(1024, block_size=128).table()
@@ -90,7 +90,7 @@ def test_uneven_rows_are_scheduled_dynamically_and_very_long_ones_first(
         (262_144, 128, 0, 1),
     ],
 )
-def test_a_group_has_as_many_uneven_heads_as_l2_holds(
+def test_a_group_has_as_many_imbalanced_heads_as_l2_holds(
     seq_len, head_dim, dq_bytes, heads_per_group
 ):
     spec = replace(SPEC, q_len=seq_len, k_len=seq_len, head_dim=head_dim, value_dim=head_dim)
