@@ -128,11 +128,11 @@ class ScoreFunction:
         of_query, *others = depends
         return cls(name, evaluate, triton_function, declared, of_query, reads, *others)
 
-    def evaluate(self, *pairs: Tensor) -> tuple[Tensor, Tensor | float]:
+    def evaluate(self, *arguments: Tensor) -> tuple[Tensor, Tensor | float]:
         """Evaluates `torch`.
 
         Args:
-            *pairs: score, batch, head, query, key and the score tensors.
+            *arguments: score, batch, head, query, key and the score tensors.
 
         Returns:
             (f, df / dscore).
@@ -142,13 +142,13 @@ class ScoreFunction:
             ValueError: f does not have the shape of score, or df / dscore does not broadcast to
                 this shape.
         """
-        result = self.torch(*pairs)
+        result = self.torch(*arguments)
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
                 f"score function {self.name!r} must return (f, df / dscore), got "
                 f"{type(result).__name__}"
             )
-        shape, (f, derivative) = pairs[0].shape, result
+        shape, (f, derivative) = arguments[0].shape, result
         if f.shape != shape:
             raise ValueError(
                 f"f of score function {self.name!r} must have the shape of score, {tuple(shape)}, "
@@ -378,9 +378,9 @@ def _traced(
 ) -> fx.GraphModule:
     """(f, df / dscore), traced with scalars, as operations that also apply to tensors."""
 
-    def f_and_derivative(score: Tensor, *pair: Tensor) -> tuple[Tensor, Tensor]:
+    def f_and_derivative(score: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         score = score.detach().requires_grad_()
-        f = _checked_result(function(score, *pair[:4], *map(_TracedScoreTensor, pair[4:])))
+        f = _checked_result(function(score, *rest[:4], *map(_TracedScoreTensor, rest[4:])))
         if not f.requires_grad:
             return f, torch.zeros_like(score)
         (derivative,) = torch.autograd.grad(f, score, torch.ones_like(f))
@@ -401,9 +401,9 @@ def _traced_reads(
     """
     numbers = []
 
-    def read_derivatives(score: Tensor, *pair: Tensor) -> list[Tensor]:
+    def read_derivatives(score: Tensor, *rest: Tensor) -> list[Tensor]:
         reads = [[] for _ in kinds]
-        f = _checked_result(function(score, *pair[:4], *map(_TracedScoreTensor, pair[4:], reads)))
+        f = _checked_result(function(score, *rest[:4], *map(_TracedScoreTensor, rest[4:], reads)))
         all_reads = [(number, *read) for number, own in enumerate(reads) for read in own]
         if not f.requires_grad:
             return []
