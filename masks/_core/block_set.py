@@ -213,11 +213,11 @@ def elementwise(a: BlockSet, b: BlockSet, rule: Callable[[Tensor, Tensor], Tenso
         rule: A bitwise operation on integers and bools, with rule(0, 0) = 0.
     """
     heads = max(len(a.head_to_mask), len(b.head_to_mask))
-    pairs = [
+    operands = [  # the masks of a and b of each head
         (a.head_to_mask[h % len(a.head_to_mask)], b.head_to_mask[h % len(b.head_to_mask)])
         for h in range(heads)
     ]
-    index = {pair: i for i, pair in enumerate(dict.fromkeys(pairs))}
+    index = {masks: i for i, masks in enumerate(dict.fromkeys(operands))}
     a, b = a.select_masks([m for m, _ in index]), b.select_masks([m for _, m in index])
     candidates = torch.unique(torch.cat([a.partial, b.partial]))
     full = combine(lambda x, y, p: rule(x, y) & ~p, a.full, b.full, from_points(candidates))
@@ -225,7 +225,8 @@ def elementwise(a: BlockSet, b: BlockSet, rule: Callable[[Tensor, Tensor], Tenso
     codes = a.tile_codes(candidates) * len(tiles_b) + b.tile_codes(candidates)
     distinct_codes, tile = unique_codes(codes, len(tiles_a) * len(tiles_b))
     tiles = rule(tiles_a[distinct_codes // len(tiles_b)], tiles_b[distinct_codes % len(tiles_b)])
-    return assemble(a.grid, tuple(index[pair] for pair in pairs), full, candidates, tiles, tile)
+    head_to_mask = tuple(index[masks] for masks in operands)
+    return assemble(a.grid, head_to_mask, full, candidates, tiles, tile)
 
 
 def stack(parts: Sequence[BlockSet], head_to_mask: tuple[int, ...]) -> BlockSet:
