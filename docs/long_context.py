@@ -282,11 +282,11 @@ def reasons(record: dict, grouped: Rows) -> str:
         f"{over(rows, 'local+global', 'all-gather'):.2f} times as fast as the all-gather. A GPU "
         f"receives only {few['counted_mb']:.0f} MB, but {few['exposed_total_ms']:.1f} ms are "
         "exposed, all of them in the backward pass. Two costs of that pass follow from the plan; "
-        "it was not profiled. On the second GPU dK and dV of the global keys are one work tile "
-        f"for each head, {few['heads']} for {multiprocessors} multiprocessors, and are computed "
-        "before all others. And the row of the global tokens, which both GPUs share, is a call "
-        "of its own, whose dK and dV have the size of all own keys and are added to those of the "
-        "other rows.",
+        "it was not profiled. On the second GPU dK and dV of the global keys were one work tile "
+        f"for each head, {few['heads']} for {multiprocessors} multiprocessors, and were computed "
+        "before all others; now they are computed in chunks of queries, which was not measured "
+        "yet. And the row of the global tokens, which both GPUs share, is a call of its own, "
+        "whose dK and dV have the size of all own keys and are added to those of the other rows.",
         f"**Memory.** A GPU of two needs {own:,.0f} MB for the window, and {fetched:,.0f} for the "
         f"butterfly: also keys, values and gradients that are sent and received. One GPU with "
         f"half of the sequence needs {alone['peak_bytes'] / 1e6:,.0f}.",

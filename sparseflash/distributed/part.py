@@ -22,9 +22,13 @@ from masks.lookup_table import moved
 from sparseflash.dispatch.call import Positions
 from sparseflash.distributed.assign import Split, Workload
 
-# The most chunks of the keys of shared rows, and the least blocks of one: with 16 heads there are
-# enough work tiles for a GPU, and most of the time of a tile is neither prologue nor epilogue.
+# The most chunks of the keys of shared rows, or of the queries of heavy keys, and the least blocks
+# of one: with 16 heads there are enough work tiles for a GPU, and most of the time of a tile is
+# neither prologue nor epilogue.
 MOST_CHUNKS, CHUNK_BLOCKS = 32, 16
+# In place, a received key block is heavy if at least HEAVY_BLOCKS own block rows attend it, and if
+# it has more than 1 / TILES of all blocks of received keys. It is one work tile of each key head.
+HEAVY_BLOCKS, TILES = 64, 8
 # By keys, all rows attend the keys of a round if 1 / SCATTERED of them or more do, and are
 # not consecutive: empty rows take less time than copies of queries, results and gradients.
 SCATTERED = 4
@@ -102,6 +106,27 @@ class Round:
 
 
 @dataclass(frozen=True, eq=False)
+class HeavyKeys:
+    """Received key blocks that nearly all own rows attend, as those of global tokens.
+
+    The kernel of dK and dV has one work tile for such a block and head, which takes so long that
+    most multiprocessors would be idle. So the queries are divided into chunks.
+
+    Attributes:
+        tokens: Index of their tokens among received ones, as they arrive.
+        chunks: Number of equal chunks of the own queries.
+        mask: The masks of the queries of each chunk and these keys, or the one that all have.
+    """
+
+    tokens: Tokens
+    chunks: int
+    mask: BlockMask | MaskBatch
+
+    def to(self, device: torch.device) -> "HeavyKeys":
+        return moved(self, device)
+
+
+@dataclass(frozen=True, eq=False)
 class InPlace:
     """The masks of a rank that computes each row once and copies neither rows nor own keys.
 
@@ -112,6 +137,8 @@ class InPlace:
         waiting: The same where only waiting rows attend; None if there are none.
         order: int64, where each key block of `every` lies: own ones, then received ones.
         received_order: int64, where each key block of the round lies among received ones.
+        heavy: The heavy ones among received key blocks; None if there are none.
+        light: The mask of the round without heavy key blocks; None if no other pair attends.
         has_empty_rows: Whether an own row that is not shared attends nothing.
     """
 
@@ -120,6 +147,8 @@ class InPlace:
     waiting: BlockMask | None
     order: Tensor
     received_order: Tensor
+    heavy: HeavyKeys | None
+    light: BlockMask | None
     has_empty_rows: bool
 
     def to(self, device: torch.device) -> "InPlace":
@@ -279,12 +308,21 @@ class Fetches:
         attend = torch.isin(numbers, self.workload.shared)  # their results come from all ranks
         if every is not None:
             attend |= every.blocks_per_row().sum(0) > 0
+        of_received, received_order = (
+            self._mask_of(numbers, received.sort().values),
+            received.argsort(),
+        )
+        heavy, light = None, of_received
+        if of_received is not None:
+            heavy, light = _heavy_keys(of_received, received_order)
         return InPlace(
             ready=_with_rows(of_own, ready),
             every=every,
             waiting=_with_rows(every, waits.nonzero().flatten()),
             order=order,
-            received_order=received.argsort(),
+            received_order=received_order,
+            heavy=heavy,
+            light=light,
             has_empty_rows=not bool(attend.all()),
         )
 
@@ -352,6 +390,31 @@ def _with_rows(mask: BlockMask | None, rows: Tensor) -> BlockMask | None:
     return some if some is not None and some.nnz_blocks else None
 
 
+def _heavy_keys(mask: BlockMask, order: Tensor) -> tuple[HeavyKeys | None, BlockMask | None]:
+    """(heavy key blocks of the mask of a round, the mask without them); see InPlace.
+
+    Args:
+        mask: Own rows and received key blocks, all of them whole.
+        order: int64, where each key block lies.
+    """
+    rows, by_key = mask.grid.nq, mask.T
+    blocks, chunks = by_key.blocks_per_row().sum(0), _chunks(rows, True)
+    is_heavy = (blocks >= HEAVY_BLOCKS) & (blocks * TILES > blocks.sum())
+    heavy, light = (each.nonzero().flatten() for each in (is_heavy, ~is_heavy))
+    if chunks == 1 or not len(heavy):
+        return None, mask
+    of_chunks = [mask.take_blocks(each, heavy) for each in torch.arange(rows).chunk(chunks)]
+    equal = all(each == of_chunks[0] for each in of_chunks)
+    side = mask.grid.bk
+    found = HeavyKeys(
+        tokens=_as_slice(_tokens_of(order[heavy] * side, torch.full_like(heavy, side))),
+        chunks=chunks,
+        mask=of_chunks[0] if equal else MaskBatch.from_masks(of_chunks),
+    )
+    of_others = _with_rows(by_key, light)
+    return found, None if of_others is None else of_others.T
+
+
 def shared_rows_of(mask: BlockMask, fetches: Fetches, rank: int) -> SharedRows:
     """The shared block rows of the mask of the whole sequence, for one rank."""
     grid, workload = mask.grid, fetches.workload
@@ -380,7 +443,7 @@ def shared_rows_of(mask: BlockMask, fetches: Fetches, rank: int) -> SharedRows:
 
 
 def _chunks(blocks: int, whole: bool) -> int:
-    """The most equal chunks of so many key blocks; 1 if a block is clipped."""
+    """The most equal chunks of so many blocks; 1 if a block is clipped."""
     most = min(MOST_CHUNKS, blocks // CHUNK_BLOCKS) if whole else 1
     return next((n for n in range(most, 1, -1) if blocks % n == 0), 1)
 
@@ -455,3 +518,15 @@ def _tokens_of(first: Tensor, count: Tensor) -> Tensor:
     """The concatenation of arange(first, first + count) of each block."""
     start = torch.cumsum(count, 0) - count
     return torch.arange(int(count.sum())) + torch.repeat_interleave(first - start, count)
+
+
+def in_chunks(tensor: Tensor, chunks: int) -> Tensor:
+    """A view of (1, heads, tokens, dims) as (chunks, heads, tokens / chunks, dims)."""
+    if chunks == 1:
+        return tensor
+    return tensor[0].unflatten(1, (chunks, -1)).transpose(0, 1)
+
+
+def repeated(tensor: Tensor, chunks: int) -> Tensor:
+    """A tensor (1, ...) once for each chunk."""
+    return tensor if chunks == 1 else tensor.expand(chunks, *tensor.shape[1:]).contiguous()

@@ -33,10 +33,10 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 from sparseflash.dispatch.autograd import plain
 from sparseflash.dispatch.call import Call, empty_out
-from sparseflash.distributed.fetch import EVERY, Fetch, Return
-from sparseflash.distributed.part import Heads, Step, Tokens, count
+from sparseflash.distributed.fetch import EVERY, Both, Fetch, Return
+from sparseflash.distributed.part import Heads, Step, Tokens, count, in_chunks, repeated
 from sparseflash.distributed.prepare import InPlaceCalls, Prepared
-from sparseflash.distributed.shared_rows import SharedBackward, SharedForward, in_chunks
+from sparseflash.distributed.shared_rows import SharedBackward, SharedForward
 from sparseflash.merge import add_in_place, copy_in_place, merge_in_place
 
 # Parts of a result, or of a gradient, that are added in its own dtype. More parts are added in
@@ -279,6 +279,8 @@ class _Backward:
                     memory = {"gradients": returned.gradients}
                     grads = gradients(calls.received, inputs, needs, **memory)[1:]
                     del inputs, memory
+                if calls.heavy is not None:
+                    grads = self._with_heavy(calls.heavy, both, grads, returned.gradients)
                 returned.send(grads)
                 returning.append(returned)
                 del grads
@@ -288,6 +290,38 @@ class _Backward:
             None if grad is None else self._widened(i, grad) for i, grad in enumerate(grads)
         ]
         return returning
+
+    def _with_heavy(
+        self,
+        call: Call,
+        fetched: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        memory: Both | None,
+    ) -> list[Tensor | None]:
+        """The gradients of received keys, in this memory, with those of heavy ones.
+
+        The queries are in chunks, whose sum is computed in float32.
+        """
+        masks, of_keys = self._prepared.part.in_place, self._needs[1:3]
+        assert masks is not None, "the split is in place"
+        assert masks.heavy is not None, "there are heavy keys"
+        assert memory is not None, "received keys are attended in the order of their arrival"
+        tokens, chunks = masks.heavy.tokens, masks.heavy.chunks
+        if grads[0] is grads[1] is None:  # all received keys are heavy: their gradients fill it
+            grads = [x if needed else None for x, needed in zip(memory, of_keys, strict=True)]
+        query, out, lse = (in_chunks(x, chunks) for x in (self._query, self._out, self._lse))
+        grad_out, grad_lse = (
+            None if x is None else in_chunks(x, chunks) for x in (self._grad_out, self._grad_lse)
+        )
+        both = [repeated(x[:, :, tokens], chunks) for x in fetched]
+        saved, needs = (query, *both, out, lse.contiguous()), (False, *of_keys, *[False] * 3)
+        found = call.backward(grad_out, grad_lse, saved, needs)
+        for total, grad in zip(grads, found[1:3], strict=True):
+            if total is not None and grad is not None:
+                total[:, :, tokens] = grad.sum(0, keepdim=True, dtype=self._lse.dtype).to(
+                    total.dtype
+                )
+        return [*grads]
 
     def _run_parts(self) -> "deque[Return]":
         """Computes all gradients but those that other ranks send and that are not added yet."""

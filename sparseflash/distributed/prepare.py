@@ -15,7 +15,15 @@ from sparseflash import arguments
 from sparseflash.dispatch.call import Call, Plan, Positions
 from sparseflash.dispatch.plan import find_plan, fixed_block_sizes
 from sparseflash.dispatch.spec import CallFacts
-from sparseflash.distributed.part import Heads, InPlace, Part, Step, count
+from sparseflash.distributed.part import (
+    Heads,
+    HeavyKeys,
+    InPlace,
+    Part,
+    Step,
+    count,
+    in_chunks,
+)
 from sparseflash.distributed.plan import ContextPlan
 from sparseflash.options import AttentionOptions
 from sparseflash.score import ScoreTensors, checked_score_tensors, find_score_function
@@ -27,6 +35,7 @@ class InPlaceCalls(NamedTuple):
     ready, waiting: the forward passes of ready and of waiting rows
     every: the gradient of query
     own, received: the gradients of own and of received keys and values
+    heavy: those of heavy received ones, which `received` does not compute; see HeavyKeys
     """
 
     ready: Call | None
@@ -34,6 +43,7 @@ class InPlaceCalls(NamedTuple):
     every: Call | None
     own: Call | None
     received: Call | None
+    heavy: Call | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,19 +124,29 @@ class Prepared:
 
     def _in_place_calls(self, masks: InPlace) -> InPlaceCalls | None:
         part = self.part
-        received = part.rounds[0].mask if part.rounds else None
         every = self._in_place_call(masks.every, masks.order)
         # A rank whose rows attend nothing must decide as the others do.
         decisive = every or self._in_place_call(self._dense_mask(), None)
         if not (decisive and decisive.plan.backend.computes_in_place(decisive.spec)):
             return None
+        received, heavy = part.rounds[0].mask if part.rounds else None, None
+        if masks.heavy is not None and len(self.query) == 1:
+            received, heavy = masks.light, self._heavy_call(masks.heavy)
         return InPlaceCalls(
             ready=self._in_place_call(masks.ready, None, skips_empty_rows=True),
             waiting=self._in_place_call(masks.waiting, masks.order, skips_empty_rows=True),
             every=every,
             own=self._in_place_call(part.mask, None),
             received=self._in_place_call(received, masks.received_order),
+            heavy=heavy,
         )
+
+    def _heavy_call(self, heavy: HeavyKeys) -> Call:
+        """The call of heavy keys, in which each chunk of queries is a batch element."""
+        size = (heavy.chunks, -1, count(heavy.tokens), -1)
+        key, value = (x[:, :, :1].expand(*size) for x in (self.key, self.value))
+        query = in_chunks(self.query, heavy.chunks)
+        return Call(find_plan(query, key, value, heavy.mask, self.options, self.call_facts))
 
     def _dense_mask(self) -> BlockMask:
         """A mask of own queries and one block of keys, which they attend."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.dispatch.call import Call
-from sparseflash.distributed.part import SharedRows
+from sparseflash.distributed.part import SharedRows, in_chunks, repeated
 from sparseflash.distributed.prepare import Prepared
 from sparseflash.distributed.transport import Exchange
 from sparseflash.merge import merge_attention
@@ -34,7 +34,7 @@ class SharedForward:
     def attend(self, key: Tensor, value: Tensor) -> None:
         """Computes attention to own keys, and sends the result to the owners."""
         self.query, chunks = _of_all(self._rows, self._sent), self._prepared.chunks
-        tensors = (_repeated(self.query, chunks), *(in_chunks(x, chunks) for x in (key, value)))
+        tensors = (repeated(self.query, chunks), *(in_chunks(x, chunks) for x in (key, value)))
         self.call = self._prepared.call_of_shared(*tensors)
         out, lse = self.call.forward(*tensors)
         if chunks > 1:
@@ -90,7 +90,7 @@ class SharedBackward:
         out, grad_out, lse, grad_lse = packed.split([dims, dims, 1, 1], -1)
         out, grad_out = (x.to(self._dtype).contiguous() for x in (out, grad_out))
         of_rows = (query, out, grad_out, _column(lse), _column(grad_lse))
-        query, out, grad_out, lse, grad_lse = (_repeated(x, chunks) for x in of_rows)
+        query, out, grad_out, lse, grad_lse = (repeated(x, chunks) for x in of_rows)
         saved = (query, *(in_chunks(x, chunks) for x in (key, value)), out, lse)
         grads = call.backward(grad_out, grad_lse, saved, needs)
         if grads[0] is None:
@@ -99,18 +99,6 @@ class SharedBackward:
         grad_query = grad_query.sum(0, keepdim=True) if chunks > 1 else grad_query
         answer = _to_owners(self._prepared, self._rows, grad_query)
         return grads, lambda: _of_every_rank(self._rows, answer).sum(0)
-
-
-def in_chunks(tensor: Tensor, chunks: int) -> Tensor:
-    """A view of (1, heads, tokens, dims) as (chunks, heads, tokens / chunks, dims)."""
-    if chunks == 1:
-        return tensor
-    return tensor[0].unflatten(1, (chunks, -1)).transpose(0, 1)
-
-
-def _repeated(tensor: Tensor, chunks: int) -> Tensor:
-    """A tensor (1, ...) once for each chunk."""
-    return tensor if chunks == 1 else tensor.expand(chunks, *tensor.shape[1:]).contiguous()
 
 
 def _column(tensor: Tensor) -> Tensor:

@@ -198,6 +198,35 @@ def errors_of_chunks(rank: int, pattern: str) -> dict[str, float]:
     return _errors(rank, plan, (mask, None), tensors, {})
 
 
+def errors_of_heavy_keys(
+    rank: int, name: str, batch: int, dtype: torch.dtype
+) -> tuple[dict[str, float], int]:
+    """`errors` in place where gradients of heavy keys are computed in chunks of queries; and the
+    number of calls for them.
+    """
+    first = masks.pattern(lambda q, k: (k < BLOCK) & (q >= 0))
+    if name == "different in each chunk":
+        first &= masks.pattern(lambda q, k: (q // BLOCK % 3 > 0) | (k % 3 == 0))
+    ranks = dist.get_world_size()
+    length = 8 * BLOCK * ranks
+    mask = (first if name == "alone" else first | masks.local(10))(length, BLOCK)
+    calls, with_heavy = 0, passes._Backward._with_heavy
+
+    def counted(*arguments):
+        nonlocal calls
+        calls += 1
+        return with_heavy(*arguments)
+
+    given = tuple(x[:batch].to(dtype) for x in inputs(torch.float64, 16, length))
+    with (
+        in_place_on_cpus(),
+        mock.patch.multiple(part, HEAVY_BLOCKS=3, CHUNK_BLOCKS=2),
+        mock.patch.object(passes._Backward, "_with_heavy", counted),
+    ):
+        plan = make_plan(mask, ranks, "contiguous", split="in place", shared_rows=())
+        return _errors(rank, plan, (mask, None), given, {}), calls
+
+
 def errors_of_sums_in_single_precision(rank: int) -> dict[str, float]:
     """`errors` in 16 bits, where gradients are summed in float32 and own keys are not consecutive.
 
@@ -276,7 +305,12 @@ def errors_of_simulated_kernels(
     out = sparseflash.attention(*whole, mask)
     expected = (out.detach(), *torch.autograd.grad(out, whole, grad_out.double()))
     own = [plan.shard(x, rank, 2).requires_grad_() for x in tensors]
-    with simulation(), mock.patch.object(hopper, "why_not", return_value=[]):
+    with (
+        simulation(),
+        mock.patch.object(hopper, "why_not", return_value=[]),
+        # Keys of global tokens are heavy, and rows and keys are divided into chunks.
+        mock.patch.multiple(part, HEAVY_BLOCKS=3, CHUNK_BLOCKS=2),
+    ):
         own_out = context_parallel_attention(*own, plan, backend="hopper")
         grads = torch.autograd.grad(own_out, own, plan.shard(grad_out, rank, 2))
     found = [gather(x, plan, 2).double() for x in (own_out.detach(), *grads)]

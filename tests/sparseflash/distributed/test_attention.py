@@ -78,6 +78,20 @@ def test_rows_in_place(ranks, strategy, shared):
         assert all(computed == 1 for _, computed in answers)
 
 
+@pytest.mark.parametrize("name", ["alone", "with others", "different in each chunk"])
+def test_gradients_of_keys_that_all_rows_attend_are_computed_in_chunks_of_queries(ranks, name):
+    """All ranks but the first receive the first key block. Batch elements have work tiles of their
+    own.
+    """
+    for batch, dtype, within in (
+        *((1, torch.float64, EXACT), (1, torch.bfloat16, 0.1)),
+        (2, torch.float64, EXACT),
+    ):
+        answers = ranks.run(cases.errors_of_heavy_keys, name, batch, dtype)
+        check_exact([errors for errors, _ in answers], within)
+        assert [calls for _, calls in answers] == [0, *[int(batch == 1)] * (len(answers) - 1)]
+
+
 @pytest.mark.parametrize("otherwise", [("rows", 1), ("rows", 4), ("keys", 1)])
 def test_ranks_that_attend_nothing_decide_as_the_others_do(ranks, otherwise):
     """The backend of CPUs does not compute in place, so ranks exchange as `otherwise` says."""

@@ -320,6 +320,26 @@ def test_a_plan_in_place_has_another_one_for_calls_that_are_not():
     assert plan.not_in_place.part(0).in_place is None
 
 
+def test_received_keys_that_nearly_all_rows_attend_are_heavy():
+    """Those of a few global tokens are; those of many fill the multiprocessors, as others do."""
+    near = masks.local(512)
+
+    def plan_with(tokens):
+        mask = (near | masks.global_tokens(list(range(tokens))))(65536, 128)
+        return make_plan(mask, 2, "contiguous", split="in place")
+
+    first, second = (plan_with(128).part(rank).in_place for rank in range(2))
+    assert first.heavy is None
+    assert (second.heavy.tokens, second.heavy.chunks) == (slice(0, 128), 16)
+    assert second.heavy.mask == masks.full()((32768 // 16, 128), 128)
+    part = plan_with(1024).part(1)
+    assert part.in_place.heavy is None
+    assert part.in_place.light == part.rounds[0].mask
+    for pattern in (near, masks.butterfly()):
+        plan = make_plan(pattern(65536, 128), 2, split="in place")
+        assert all(plan.part(rank).in_place.heavy is None for rank in range(2))
+
+
 def test_keys_of_several_ranks_that_would_be_mixed_are_exchanged_in_pairs_of_ranks():
     butterfly, full = masks.butterfly()(4096, 64), masks.full()(4096, 64)
     plan = make_plan(butterfly, 4, "zigzag", split="keys")
