@@ -1,6 +1,7 @@
 """What each rank does in tests of attention over a sequence that GPUs share."""
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from torch import Tensor
 import masks
 import sparseflash
 from masks import BlockMask
-from sparseflash.distributed import context_parallel_attention, gather, make_plan
+from sparseflash.distributed import context_parallel_attention, gather, make_plan, part
 
 HEADS, KV_HEADS, LENGTH, DIMS, BLOCK = 4, 2, 2000, 128, 128
 
@@ -39,6 +40,7 @@ def errors(
     extras: dict[str, Any],
     k: int | None = None,
     length: int = LENGTH,
+    batch: int = 2,
 ) -> dict[str, float]:
     """The largest difference to one GPU of out and gradients, relative to the largest value.
 
@@ -49,6 +51,7 @@ def errors(
         extras: Arguments of attention.
         k: Number of blocks that a DynamicMask selects for each block row; None for all.
         length: Number of tokens.
+        batch: Number of batch elements.
     """
     device = torch.device("cuda", rank)
     mask = mask_of(name, length)
@@ -58,7 +61,7 @@ def errors(
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator, device=device)
 
-    shapes = [(2, heads, length, DIMS) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    shapes = [(batch, heads, length, DIMS) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     *whole, grad_out = (normal(*shape).bfloat16() for shape in shapes)
     scores = normal(mask.grid.nq, mask.grid.nk)
     own = [plan.shard(x, rank, 2).requires_grad_() for x in whole]
@@ -76,6 +79,13 @@ def errors(
     names = ("out", "query", "key", "value")
     results = zip(names, (found.detach(), *grads), expected, strict=True)
     return {name: _difference(gather(x, plan, 2), y) for name, x, y in results}
+
+
+def errors_of_heavy_keys(rank: int) -> dict[str, float]:
+    """`errors` where gradients of the keys of global tokens are computed in chunks of queries."""
+    options = {"split": "in place", "strategy": "contiguous", "shared_rows": ()}
+    with mock.patch.multiple(part, HEAVY_BLOCKS=3, CHUNK_BLOCKS=2):
+        return errors(rank, "global tokens", options, {}, None, WHOLE, 1)
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

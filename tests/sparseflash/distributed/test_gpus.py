@@ -41,6 +41,10 @@ def test_rows_in_place(two_gpus, mask, strategy):
     check(two_gpus.run(cases.errors, mask, options, {}, None, cases.WHOLE))
 
 
+def test_gradients_of_keys_that_all_rows_attend(two_gpus):
+    check(two_gpus.run(cases.errors_of_heavy_keys))
+
+
 @pytest.mark.parametrize("extra", [{"dropout_p": 0.2, "seed": 7}, {"softcap": 5.0}])
 def test_calls_of_a_plan_in_place(two_gpus, extra):
     """Those with dropout are not computed so, and drop the same pairs as one GPU."""
