@@ -208,7 +208,7 @@ def _sustained(row: Measurement) -> tuple[str, str]:
 
 def _crossover_table(found: list[dict]) -> Table:
     words = ("N", "pass", "implementation", "pattern", "its full mask", "best dense baseline")
-    table = plain_table("Sparse beats dense up to density", words)
+    table = plain_table("Sparse is faster than dense up to density", words)
     for entry in found:
         baseline = entry["baseline"]
         against = (

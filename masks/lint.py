@@ -172,7 +172,7 @@ def _unreachable_keys(context: _Context) -> Iterator[_Fields]:
             )
 
 
-def _heavy_rows(context: _Context) -> Iterator[_Fields]:
+def _long_rows(context: _Context) -> Iterator[_Fields]:
     for layers, heads, mask in context.distinct():
         for side, rows, passes in (
             ("query", mask.blocks_per_row()[0], "forward and dQ"),
@@ -182,12 +182,12 @@ def _heavy_rows(context: _Context) -> Iterator[_Fields]:
             most = int(rows.max())
             if mean == 0 or most <= MAX_IMBALANCE * mean:
                 continue
-            heavy = rows > MAX_IMBALANCE * mean
+            long = rows > MAX_IMBALANCE * mean
             bound = most * MULTIPROCESSORS / float(rows.sum())
             yield (
                 layers,
                 heads,
-                f"{int(heavy.sum()):,} of {len(rows):,} rows of {side} blocks have more than "
+                f"{int(long.sum()):,} of {len(rows):,} rows of {side} blocks have more than "
                 f"{MAX_IMBALANCE:g} times the mean of {mean:.1f} blocks, the longest {most:,}",
                 f"in {passes} the longest row takes as long as all others together if fewer than "
                 f"{bound:.1f} (batch, head) pairs share {MULTIPROCESSORS} multiprocessors",
@@ -271,7 +271,7 @@ RULES: dict[str, Callable[[_Context], Iterator[_Fields]]] = {
     "empty-queries": _empty_queries,
     "leaks": _causal_leaks,
     "unreachable-keys": _unreachable_keys,
-    "heavy-rows": _heavy_rows,
+    "long-rows": _long_rows,
     "useless-pairs": _useless_pairs,
     "many-bit-tiles": _many_bit_tiles,
     "equal-heads": _equal_heads,

@@ -55,7 +55,7 @@ def test_a_run_writes_every_row_and_the_pictures(tmp_path):
     assert {r["pattern"] for r in length} == {"full", "local(40)&causal()"}
     assert all(r["speedup"] > 0 and r["peak_bytes"] > 0 for r in record["rows"])
     assert len(list(tmp_path.glob("*.png"))) == 3
-    assert "Sparse beats dense up to density" in result.output
+    assert "Sparse is faster than dense up to density" in result.output
 
 
 def test_the_command_of_the_readme_is_the_suite_speedup(tmp_path):

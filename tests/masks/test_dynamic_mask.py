@@ -42,7 +42,7 @@ def test_both_directions_hold_the_chosen_blocks(name, leading):
     assert mask.density == pytest.approx(sum(densities) / len(densities))
 
 
-def test_order_puts_heavy_rows_first():
+def test_order_puts_long_rows_first():
     rows = DynamicMask.from_blocks(torch.rand(2, 3, 6, 9) < 0.4, 16).table().by_key
     count = rows.row_ptr[..., 1] + rows.row_ptr[..., 3]
     assert (count.gather(1, rows.schedule.long()).diff(dim=1) <= 0).all()

@@ -46,9 +46,9 @@ def test_leaks_name_the_first_pair_and_the_heads():
     assert lint(BlockMask.from_dense(dense, 16)) == []
 
 
-def test_heavy_rows_are_found_in_both_directions():
+def test_long_rows_are_found_in_both_directions():
     mask = masks.longformer(64, 64)(4096, 64)
-    found = [f for f in lint(mask) if f.rule == "heavy-rows"]
+    found = [f for f in lint(mask) if f.rule == "long-rows"]
     assert ["rows of query" in f.what for f in found] == [True, False]
     assert "longest 64" in found[0].what
     total = mask.nnz_blocks

@@ -75,7 +75,7 @@ def test_the_bank_by_key_holds_the_transposed_tiles(block_size):
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_schedule_puts_heavy_rows_first(name):
+def test_schedule_puts_long_rows_first(name):
     rows = PATTERNS[name]((300, 300), 16).table().by_query
     count = rows.row_ptr[..., 1] + rows.row_ptr[..., 3]
     ordered = count.gather(1, rows.schedule.long())

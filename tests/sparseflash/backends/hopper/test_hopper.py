@@ -35,7 +35,7 @@ PATTERNS = {
     "butterfly": masks.butterfly(),
     "blocks": masks.random(0.4),
     "empty rows": masks.random(0.5) - masks.global_tokens(200),
-    "one heavy row": masks.pattern(lambda q, k: (q // 128 == 3) | (k < 100)),
+    "one long row": masks.pattern(lambda q, k: (q // 128 == 3) | (k < 100)),
     "nothing": masks.global_tokens(1) - masks.full(),
     "custom": masks.pattern(lambda q, k: (q * k) % 5 == 1),
 }
@@ -430,7 +430,7 @@ def test_strides(strides, deterministic):
 
 
 @pytest.mark.parametrize(("head_dim", "block_size"), SIZES)
-@pytest.mark.parametrize("name", ["full", "causal", "blocks", "one heavy row"])
+@pytest.mark.parametrize("name", ["full", "causal", "blocks", "one long row"])
 def test_many_work_tiles_for_each_cta(name, head_dim, block_size):
     sizes = {"batch": 4, "heads": 16, "kv_heads": 8, "block_size": block_size}
     check(PATTERNS[name], (1500, 1500), head_dim, **sizes)
@@ -478,7 +478,7 @@ def test_only_the_gradients_that_are_needed(needs, head_dim, value_dim, block_si
 
 
 @pytest.mark.parametrize(("head_dim", "block_size"), SIZES)
-@pytest.mark.parametrize("name", ["full", "causal", "blocks", "one heavy row"])
+@pytest.mark.parametrize("name", ["full", "causal", "blocks", "one long row"])
 def test_repeated_runs_give_the_same_bits(name, head_dim, block_size):
     *inputs, grad = make_inputs(2, 16, 2048, 2048, head_dim, dtype=torch.bfloat16, device=DEVICE)
     mask = PATTERNS[name](2048, block_size, device=DEVICE)

@@ -27,7 +27,7 @@ PATTERNS = {
     "full": masks.full(),
     "causal": masks.causal(align="top-left"),
     "blocks": masks.random(0.5),
-    "heavy row": masks.pattern(lambda q, k: (q // 128 == 2) | (k < 100)),
+    "long row": masks.pattern(lambda q, k: (q // 128 == 2) | (k < 100)),
     "nothing": masks.global_tokens(1) - masks.full(),
 }
 
@@ -53,7 +53,7 @@ def test_simulated_forward_kernels_of_three_warpgroups(name, order, options, mon
 
 
 def test_simulated_forward_kernels_of_three_warpgroups_with_masks_of_each_head():
-    pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
+    pattern = masks.stack([PATTERNS["causal"], PATTERNS["long row"]])
     with simulation():
         check(pattern, 64, lengths=(300, 260), kv_heads=1, forward_tile=(192, 128))
 
@@ -165,7 +165,7 @@ def test_simulated_kernels_read_keys_of_two_tensors_and_write_some_rows(head_dim
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_simulated_kernels_on_blocks_of_64_with_all_that_is_optional(head_dim):
-    pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
+    pattern = masks.stack([PATTERNS["causal"], PATTERNS["long row"]])
     options = {"key_lengths": [0, 100, 192], "dropout_p": 0.3, "deterministic": False}
     with simulation():
         check(pattern, head_dim, lengths=(250, 200), block_size=64, **options)
@@ -188,7 +188,7 @@ def test_a_warpgroup_alone_far_behind_what_is_loaded(monkeypatch):
 
 @pytest.mark.parametrize("head_dim", [96, 128, 192])
 def test_simulated_kernels_with_all_that_is_optional(head_dim):
-    pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
+    pattern = masks.stack([PATTERNS["causal"], PATTERNS["long row"]])
     with simulation():
         check(pattern, head_dim, lengths=(300, 260), key_lengths=[0, 130, 260], dropout_p=0.3)
 
@@ -221,7 +221,7 @@ def test_one_warpgroup_far_ahead_of_the_other(head_dim, monkeypatch):
 
 @pytest.mark.parametrize(("dropout", "head_dim"), FUSED)
 def test_the_simulated_fused_kernel_with_all_that_is_optional(dropout, head_dim):
-    pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
+    pattern = masks.stack([PATTERNS["causal"], PATTERNS["long row"]])
     options = {"key_lengths": [0, 130, 400], "dropout_p": 0.3 * dropout, "scale": 0.3}
     with simulation():
         check(pattern, head_dim, deterministic=False, **options)
@@ -363,7 +363,7 @@ def test_simulated_kernels_of_values_of_other_dims(head_dim, value_dim, block_si
 def test_simulated_kernels_of_values_of_other_dims_with_all_that_is_optional(
     head_dim, value_dim, block_size
 ):
-    pattern = masks.stack([PATTERNS["causal"], PATTERNS["heavy row"]])
+    pattern = masks.stack([PATTERNS["causal"], PATTERNS["long row"]])
     options = {"value_dim": value_dim, "block_size": block_size, "strides": "bshd"}
     options |= {"key_lengths": [0, 130, 200], "dropout_p": 0.3, "softcap": 2.0}
     with simulation():
@@ -478,6 +478,6 @@ def test_simulated_maximum_logits_of_scores_that_are_changed():
 def test_gradients_in_given_memory(value_dim, deterministic):
     dims, dtype = (192 if value_dim == 192 else 64), torch.bfloat16
     inputs = make_inputs(1, 2, 200, 300, dims, kv_heads=1, dtype=dtype, value_dim=value_dim)
-    mask = PATTERNS["heavy row"]((200, 300), 128)
+    mask = PATTERNS["long row"]((200, 300), 128)
     with simulation(), poisoned_empty():
         check_gradients_in_memory(hopper, *inputs, mask, deterministic=deterministic)
