@@ -241,8 +241,12 @@ def host_time(record: dict) -> str:
     known = [name for name in parts if name in record["rows"][0]]
     lines = [[r["call"], *(f"{r[name]:.0f}" for name in known)] for r in record["rows"]]
     head = ["call", *(f"{parts[name]}, µs" for name in known)]
-    shape = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in record["shape"].items())
-    return f"**{shape}**\n\n{table(head, lines)}"
+    return f"**{shape_of_call(record)}**\n\n{table(head, lines)}"
+
+
+def shape_of_call(record: dict) -> str:
+    """The sizes of the calls of a record in words."""
+    return ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in record["shape"].items())
 
 
 def first_call(record: dict) -> str:
@@ -263,8 +267,8 @@ def first_call(record: dict) -> str:
         ]
         for name, cache in dict.fromkeys((name, cache) for name, cache, _ in seconds)
     ]
-    shape = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in record["shape"].items())
-    return f"**{shape}**\n\n{table(['', 'caches', *(f'{call}, s' for call in calls)], lines)}"
+    head = ["", "caches", *(f"{call}, s" for call in calls)]
+    return f"**{shape_of_call(record)}**\n\n{table(head, lines)}"
 
 
 def counters(record: dict) -> str:
