@@ -154,10 +154,8 @@ def attention(
         check_key_lengths(key_lengths, query)
         if not traced:
             lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
-    if bias is not None:
-        bias = checked_bias(bias, query, query.shape[2], key.shape[2])
-    if sinks is not None:
-        check_sinks(sinks, query)
+    bias = checked_bias(bias, query, query.shape[2], key.shape[2])
+    check_sinks(sinks, query)
     score_inputs = None
     if resolved.score is not None or score_tensors:
         score_inputs = checked_score_tensors(resolved.score, score_tensors, query)

@@ -50,10 +50,9 @@ def block_mass(
     """
     query, key, _ = checked_tensors(query, key, key, key_lengths)
     query, key = query.float(), key.float()
-    if bias is not None:
-        bias = checked_bias(bias, query, query.shape[2], key.shape[2])
-    if key_lengths is not None:  # clamped to each part of the keys below
-        key_lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
+    bias = checked_bias(bias, query, query.shape[2], key.shape[2])
+    # Clamped to each part of the keys below.
+    key_lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
     block_mask = compiled_mask(checked_mask(mask), query, key)
     bq, bk = block_mask.block_size
     q_len, k_len, head_dim = query.shape[2], key.shape[2], query.shape[3]

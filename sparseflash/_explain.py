@@ -180,10 +180,8 @@ def explain(
         TypeError, ValueError: As sparseflash.attention does.
     """
     query, key, value = (x.detach() for x in checked_tensors(query, key, value, key_lengths))
-    if bias is not None:
-        bias = checked_bias(bias, query, query.shape[2], key.shape[2])
-    if sinks is not None:
-        check_sinks(sinks, query)
+    bias = checked_bias(bias, query, query.shape[2], key.shape[2])
+    check_sinks(sinks, query)
     mask = checked_mask(mask)
     compiled = compiled_mask(mask, query, key)
     facts = CallFacts.of(mask, key_lengths is not None, bias, return_max_logits, score_tensors)

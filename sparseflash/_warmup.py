@@ -98,8 +98,7 @@ def warmup(
             call.max_logits = empty_max_logits(query)
         if key_lengths:
             call.key_lengths = torch.full((batch,), k_len, dtype=torch.int32, device=device)
-        if bias is not None:
-            call.bias = checked_bias(bias, query, q_len, k_len)
+        call.bias = checked_bias(bias, query, q_len, k_len)
         sums = (facts.differentiates_bias, facts.differentiates_blocks)
         needs = (*[backward] * 3, *sums, facts.differentiates_score_tensors)
         calls.append((call, (query, key, value), needs))

@@ -41,15 +41,18 @@ def checked_tensors(
     return query, key, value
 
 
-def checked_bias(bias: Tensor, query: Tensor, q_len: int, k_len: int) -> Tensor:
-    """The bias as backends read it: float32 (float64 for float64 inputs), contiguous."""
+def checked_bias(bias: Tensor | None, query: Tensor, q_len: int, k_len: int) -> Tensor | None:
+    """The bias as backends read it: float32 (float64 for float64 inputs), contiguous, or None."""
+    if bias is None:
+        return None
     _check_of_heads("bias", bias, query, (q_len + k_len - 1,))
     return bias.to(torch.promote_types(query.dtype, torch.float32)).contiguous()
 
 
-def check_sinks(sinks: Tensor, query: Tensor) -> None:
-    """Raises TypeError or ValueError unless sinks are floating-point (1 or heads,)."""
-    _check_of_heads("sinks", sinks, query, ())
+def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
+    """Raises TypeError or ValueError unless sinks are None or floating-point (1 or heads,)."""
+    if sinks is not None:
+        _check_of_heads("sinks", sinks, query, ())
 
 
 def _check_of_heads(name: str, tensor: Tensor, query: Tensor, sizes: tuple[int, ...]) -> None:
