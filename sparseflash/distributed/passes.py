@@ -413,12 +413,12 @@ class _Backward:
 
     def _add_shared(self, shared: SharedBackward) -> None:
         tensors = (self._shared_query, self._key, self._value)
-        grads, own_query = shared.run(self._shared_call, *tensors, self._needs)
-        for number in (1, 2, 3, 5):
-            total, grad = self._grads[number], grads[number]
-            if total is not None and grad is not None and number in (1, 2):
-                in_chunks(total, self._prepared.chunks).add_(grad)
-            elif total is not None and grad is not None:
+        (bias, _, reads), own_query = shared.run(
+            self._shared_call, tensors, self._needs, self._grads[1:3]
+        )
+        for number, grad in ((3, bias), (5, reads)):
+            total = self._grads[number]
+            if total is not None and grad is not None:
                 total += grad
         query, total = own_query(), self._grads[0]
         if query is not None and total is not None:

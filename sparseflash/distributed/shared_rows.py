@@ -8,11 +8,12 @@ A call for few rows has few work tiles. So the own keys are divided into chunks,
 elements of the call: views of the same memory. The results of chunks are merged too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from masks import BlockMask
 from sparseflash.dispatch.call import Call
 from sparseflash.distributed.part import SharedRows, in_chunks, repeated
 from sparseflash.distributed.prepare import Prepared
@@ -20,6 +21,7 @@ from sparseflash.distributed.transport import Exchange
 from sparseflash.merge import merge_attention
 
 WHAT = "shared rows"
+PARTS = 4  # of a backward pass, if all chunks of own keys have one mask
 
 
 class SharedForward:
@@ -75,30 +77,64 @@ class SharedBackward:
         self._sent = _to_all(prepared, rows, torch.cat(packed, -1))
 
     def run(
-        self, call: Call, query: Tensor, key: Tensor, value: Tensor, needs: tuple[bool, ...]
+        self,
+        call: Call,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        needs: tuple[bool, ...],
+        totals: Sequence[Tensor | None],
     ) -> tuple[tuple[Tensor | None, ...], Callable[[], Tensor | None]]:
         """Computes the gradients of shared rows over the keys of this rank.
 
+        Args:
+            call: The call of the forward pass.
+            tensors: The queries of shared rows, and own keys and values.
+            needs: Whether each of the gradients is needed.
+            totals: The gradients of own keys and values, to which those of shared rows are added.
+
         Returns:
-            The gradients of query, key, value, bias, block scores and score tensors, those of key
-            and value as in_chunks has them; and a function that waits for the dQ of own rows,
-            summed over ranks.
+            The gradients of bias, block scores and score tensors; and a function that waits for
+            the dQ of own rows, summed over ranks.
         """
-        chunks = self._prepared.chunks
+        (query, *both), chunks = tensors, self._prepared.chunks
         packed = _of_all(self._rows, self._sent)
-        dims = value.shape[3]
+        dims = both[1].shape[3]
         out, grad_out, lse, grad_lse = packed.split([dims, dims, 1, 1], -1)
         out, grad_out = (x.to(self._dtype).contiguous() for x in (out, grad_out))
         of_rows = (query, out, grad_out, _column(lse), _column(grad_lse))
-        query, out, grad_out, lse, grad_lse = (repeated(x, chunks) for x in of_rows)
-        saved = (query, *(in_chunks(x, chunks) for x in (key, value)), out, lse)
-        grads = call.backward(grad_out, grad_lse, saved, needs)
-        if grads[0] is None:
-            return grads, lambda: None
-        grad_query = grads[0].to(lse.dtype)
-        grad_query = grad_query.sum(0, keepdim=True) if chunks > 1 else grad_query
-        answer = _to_owners(self._prepared, self._rows, grad_query)
-        return grads, lambda: _of_every_rank(self._rows, answer).sum(0)
+        keys, dq = [in_chunks(x, chunks) for x in both], []
+        sums, parts = [None if x is None else in_chunks(x, chunks) for x in totals], self._parts()
+        for these in parts:
+            # Without chunks the first dim is that of batch elements.
+            count = 1 if chunks == 1 else these.stop - these.start
+            query, out, grad_out, lse, grad_lse = (repeated(x, count) for x in of_rows)
+            saved = (query, *(x[these] for x in keys), out, lse)
+            if len(parts) > 1:
+                call = self._prepared.call_of_shared(*saved[:3])
+            grad_query, *of_keys, bias, blocks, reads = call.backward(
+                grad_out, grad_lse, saved, needs
+            )
+            for total, grad in zip(sums, of_keys, strict=True):
+                if total is not None and grad is not None:
+                    total[these].add_(grad)
+            del of_keys, grad  # not beside those of the next part
+            if grad_query is not None:
+                wide = grad_query.to(lse.dtype)
+                dq.append(wide.sum(0, keepdim=True) if chunks > 1 else wide)
+        others = bias, blocks, reads
+        if not dq:
+            return others, lambda: None
+        answer = _to_owners(self._prepared, self._rows, sum(dq[1:], start=dq[0]))
+        return others, lambda: _of_every_rank(self._rows, answer).sum(0)
+
+    def _parts(self) -> list[slice]:
+        """The chunks of own keys that are computed together: gradients of keys and values of a
+        part are in memory at a time.
+        """
+        chunks = self._prepared.chunks
+        if chunks % PARTS or not isinstance(self._rows.mask_of_chunks, BlockMask):
+            return [slice(None) if chunks == 1 else slice(0, chunks)]
+        each = chunks // PARTS
+        return [slice(begin, begin + each) for begin in range(0, chunks, each)]
 
 
 def _column(tensor: Tensor) -> Tensor:

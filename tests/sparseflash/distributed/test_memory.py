@@ -48,6 +48,19 @@ def test_in_place_a_rank_has_one_result_and_one_gradient_of_queries(kv_heads, st
     assert both <= 2 + 2 * share + 4 * share * received + LSE
 
 
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_gradients_of_keys_of_shared_rows_are_computed_part_by_part(kv_heads):
+    """Those of a quarter of the own keys are in memory beside all others."""
+    mask = masks.local(64) | masks.global_tokens(list(range(BLOCK)))
+    options = {"split": "in place", "shared_rows": [0]}
+    plan = make_plan(mask(BLOCK * BLOCKS, BLOCK), 2, "contiguous", **options)
+    share = kv_heads / 4
+    for rank in range(2):
+        _, both = peak_in_shards(plan, rank, kv_heads=kv_heads)
+        few = 0.3  # results of shared rows over chunks of keys, and keys that are exchanged
+        assert both <= 2 + 2 * share + 2 * share / 4 + few + LSE
+
+
 @pytest.mark.parametrize("per_shard", [4, 8, 16])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_in_rounds_memory_does_not_grow_with_received_keys(per_shard, kv_heads):
