@@ -165,9 +165,10 @@ class Demand:
         forward = torch.tensor([report.receive_bytes, report.send_bytes])
         backward = torch.tensor([report.backward_receive_bytes, report.backward_send_bytes])
         copied = 2 * torch.tensor(report.copied_bytes).double()
-        # A rank gets gradients of what it sent, each of which is read, added and written.
+        # A rank gets gradients of what it sent, each of which is read, added and written. Those of
+        # received keys are packed if the keys were put in order before they were attended.
         gradients = plan.costs.traffic.sum(0) * attention.token_bytes
-        added = 3 * gradients + (copied if plan.split != "in place" else 0)
+        added = 3 * gradients + (copied if plan.split == "rows" else copied - 2 * gradients)
         return Demand(
             split=plan.split,
             groups=plan.groups,
