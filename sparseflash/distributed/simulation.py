@@ -167,7 +167,8 @@ class Demand:
         copied = 2 * torch.tensor(report.copied_bytes).double()
         # A rank gets gradients of what it sent, each of which is read, added and written. Those of
         # received keys are packed if the keys were put in order before they were attended.
-        gradients = plan.costs.traffic.sum(0) * attention.token_bytes
+        groups = plan.head_groups(attention.kv_heads)
+        gradients = plan.traffic(groups).sum(0) * attention.token_bytes // groups
         added = 3 * gradients + (copied if plan.split == "rows" else copied - 2 * gradients)
         return Demand(
             split=plan.split,

@@ -102,6 +102,16 @@ def test_copies_take_time():
         assert gaps[1] == pytest.approx(gaps[0] / 2, rel=1e-6)
 
 
+def test_gradients_of_heads_are_those_of_the_keys_that_each_head_fetches():
+    heads = masks.stack([masks.local(300), masks.full()])(4096, 128)
+    plan = make_plan(heads, 2, "contiguous", split="rows")
+    demand = Demand.of(plan, Attention(heads=2, kv_heads=2, head_dim=64))
+    sent = plan.traffic(2).sum(0)  # key tokens of one head
+    assert (sent < 2 * plan.costs.traffic.sum(0)).all()
+    added = 3 * sent * 2 * 64 * 2 + torch.tensor(demand.copied)
+    assert demand.added == added.tolist()
+
+
 def test_in_place_only_sent_keys_are_copied():
     """Graph growing sends some keys of a shard. Their gradients are added, and not copied."""
     mask, attention = masks.butterfly()(16384, 128), Attention(heads=4, kv_heads=2, head_dim=64)
