@@ -41,18 +41,29 @@ def test_public_names_are_found_at_their_first_use():
         masks.locale  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "from masks._parse import parse; assert parse('local(3)').name == 'local(3)'",
-        f"import pickle; assert pickle.loads({pickle.dumps(masks.local(3))}).name == 'local(3)'",
-        "import pickle; from masks.patterns import local; pickle.dumps(local(3))",
-        "from masks.__main__ import app; app(['diff', 'local(3)', 'full', '--seq-len', '64'])",
-    ],
-    ids=["text", "pickle", "to pickle", "command"],
-)
-def test_patterns_are_read_in_a_process_that_has_imported_none(program):
-    command = [sys.executable, "-c", program]
+READERS = {
+    "text": "from masks._parse import parse; assert parse('local(3)').name == 'local(3)'",
+    "pickle": (
+        f"import pickle; assert pickle.loads({pickle.dumps(masks.local(3))}).name == 'local(3)'"
+    ),
+    "to pickle": "import pickle; from masks.patterns import local; pickle.dumps(local(3))",
+    "command": (
+        "from masks.__main__ import app; app(['diff', 'local(3)', 'full', '--seq-len', '64'])"
+    ),
+}
+
+
+def test_patterns_are_read_in_a_process_that_has_imported_none():
+    """One process imports torch, and forks for each program."""
+    code = (
+        "import os, sys, torch\n"
+        f"for name, program in {READERS!r}.items():\n"
+        "    assert 'masks' not in sys.modules\n"
+        "    if not os.fork():\n"
+        "        sys.exit(exec(program))\n"
+        "    assert os.wait()[1] == 0, name"
+    )
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
