@@ -285,7 +285,7 @@ def check_record(folder, kind, ranks, only):
     assert {row["seq_len"] for row in rows} == {512 * n if kind == "weak" else 512 for n in counts}
     planned = [(each["pattern"], each["prediction"]["ranks"]) for each in record["predicted"]]
     measured = [(r["pattern"], r["ranks"]) for r in rows if r["implementation"] == "plan"]
-    assert planned == measured
+    assert planned == sorted(measured, key=planned.index)  # measured on one rank last
     for row in rows:
         assert row["difference"] < 1e-4
         assert row["counted_mb"] == pytest.approx(row["receive_mb"])
