@@ -20,6 +20,7 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     from tests.helpers import interpreter
 
+    interpreter.call_builtins_directly()
     interpreter.patch_once_a_launch()
     interpreter.keep_types()
 

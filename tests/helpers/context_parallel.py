@@ -255,6 +255,7 @@ def _score_of_tensors() -> ScoreFunction:
 def _score_in_interpreter() -> ScoreFunction:
     from tests.helpers import interpreter  # imports Triton, which other cases do not need
 
+    interpreter.call_builtins_directly()
     interpreter.patch_once_a_launch()
     interpreter.keep_types()
 
