@@ -125,9 +125,9 @@ def one_thread():
 
 
 def ranks_of(count: int):
-    """A fixture: processes that share a sequence, started once for all tests of a worker."""
+    """A fixture: processes that share a sequence, started once for the tests of a file."""
 
-    @pytest.fixture(scope="session")
+    @pytest.fixture(scope="module")
     def started(tmp_path_factory):
         ranks = Ranks(count, tmp_path_factory.mktemp("ranks") / "meeting")
         yield ranks

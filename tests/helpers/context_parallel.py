@@ -2,7 +2,6 @@
 
 import os
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -281,15 +280,6 @@ def errors_of_kernels(rank: int, extras: dict[str, Any]) -> dict[str, float]:
     return _errors(rank, plan, (mask, None), given, {**extras, "score": score}, kernels=True)
 
 
-def of_first_rank(compute: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """What the first rank computes, on every rank: all need it, and they share the cores."""
-    found = [compute() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    (tensors,) = found
-    assert tensors is not None
-    return tensors
-
-
 def errors_of_simulated_kernels(
     rank: int, name: str, strategy: str, split: str, kv_heads: int
 ) -> dict[str, float]:
@@ -312,13 +302,9 @@ def errors_of_simulated_kernels(
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, length, 64) for heads in (2, kv_heads, kv_heads, 2)]
     *tensors, grad_out = (torch.randn(x, generator=generator).bfloat16() for x in shapes)
-
-    def of_one_process() -> list[Tensor]:
-        whole = [x.double().requires_grad_() for x in tensors]
-        out = sparseflash.attention(*whole, mask)
-        return [out.detach(), *torch.autograd.grad(out, whole, grad_out.double())]
-
-    expected = of_first_rank(of_one_process)
+    whole = [x.double().requires_grad_() for x in tensors]
+    out = sparseflash.attention(*whole, mask)
+    expected = (out.detach(), *torch.autograd.grad(out, whole, grad_out.double()))
     own = [plan.shard(x, rank, 2).requires_grad_() for x in tensors]
     with (
         simulation(),

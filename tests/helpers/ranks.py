@@ -11,11 +11,6 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 TIMEOUT = 60.0  # seconds; of a test that is about no failure
-PRELOADED = [
-    "sparseflash._api",
-    "tests.helpers.context_parallel",
-    "tests.helpers.simulated_hopper",
-]
 
 
 class Ranks:
@@ -31,7 +26,7 @@ class Ranks:
     def __init__(self, count: int, file: Path, timeout: float = TIMEOUT, backend: str = "gloo"):
         # One process imports what all need, and is forked before it computes anything.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload(["tests.helpers.context_parallel"])
         self._pipes, self._processes = [], []
         for rank in range(count):
             here, there = context.Pipe()

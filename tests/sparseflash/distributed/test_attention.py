@@ -23,9 +23,11 @@ MASKS = (
 )
 
 
-@pytest.fixture(params=["two_ranks", "four_ranks"], ids=["2 ranks", "4 ranks"])
-def ranks(request):
-    return request.getfixturevalue(request.param)
+@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+def ranks(request, tmp_path_factory):
+    started = Ranks(request.param, tmp_path_factory.mktemp("ranks") / "meeting")
+    yield started
+    started.close()
 
 
 def check_exact(answers, within=EXACT):
