@@ -172,6 +172,17 @@ def test_generation_with_a_cache_of_a_fixed_size(name):
     compare_generated(MODELS[name]().eval(), tokens(length=20), **static)
 
 
+def test_the_advice_of_torch_compile_to_use_tf32_is_no_error(monkeypatch):
+    """On a GPU, generation with such a cache compiles float32 products, and warnings are errors.
+    Only a graph that is not in the cache of the compiler gives this one.
+    """
+    from torch._inductor import compile_fx  # it takes seconds to import
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    compile_fx._warn_tf32_disabled.__wrapped__()
+
+
 @torch.no_grad()
 def test_a_compiled_model_serves_every_step_with_a_cache_of_a_fixed_size(compile_counter):
     model, ids = llama().eval(), tokens(length=28)
