@@ -5,6 +5,7 @@ import sys
 from importlib import import_module
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -126,3 +127,9 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(monkeypatch)
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
     with pytest.raises(typer.BadParameter, match=r"needs lightning: pip install -e '\.\[lra\]'"):
         cli.needs_extra("lra", "lightning")
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_precision_of_products_that_a_command_sets_ends_with_its_test(number):
+    assert torch.get_float32_matmul_precision() == "highest"
+    torch.set_float32_matmul_precision("high")
