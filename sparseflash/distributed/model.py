@@ -217,10 +217,9 @@ def choose_split(
     best, least = allowed[0], math.inf
     for choice in allowed:
         # The time of a block, 1, is the mean of both passes.
-        forward, backward = (
-            division.elapsed(*choice, 2 * flops / (1 + BACKWARD), exchange, rounds, flops > 1)
-            for flops in (1.0, BACKWARD)
-        )
+        block = 2 / (1 + BACKWARD)
+        forward = division.elapsed(*choice, block, exchange, rounds)
+        backward = division.elapsed(*choice, BACKWARD * block, exchange, rounds, backward=True)
         time = (forward + backward) / 2 + copies[choice[0]]
         if float(time.max()) * WORTH < least:
             best, least = choice, float(time.max())

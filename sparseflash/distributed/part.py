@@ -308,10 +308,8 @@ class Fetches:
         attend = torch.isin(numbers, self.workload.shared)  # their results come from all ranks
         if every is not None:
             attend |= every.blocks_per_row().sum(0) > 0
-        of_received, received_order = (
-            self._mask_of(numbers, received.sort().values),
-            received.argsort(),
-        )
+        of_received = self._mask_of(numbers, received.sort().values)
+        received_order = received.argsort()
         heavy, light = None, of_received
         if of_received is not None:
             heavy, light = _heavy_keys(of_received, received_order)

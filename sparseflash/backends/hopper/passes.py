@@ -227,8 +227,8 @@ def _dkdv(
     if call.gradients is None:
         gradients = empty_tensors(prepared.outputs, call.spec.device)
     else:
-        needed = zip(call.gradients, (with_key, with_value), strict=True)
-        gradients = [x if needed else None for x, needed in needed]
+        given = zip(call.gradients, (with_key, with_value), strict=True)
+        gradients = [x if needed else None for x, needed in given]
     prepared.launch(call, query, grad_out, lse_delta, key, value, *gradients)
     return gradients
 

@@ -60,10 +60,10 @@ def describe(kernel: Any, *arguments: Any, **constants: Any) -> Description | No
     with _hook_lock:
         before = hooks.jit_cache_hook
 
-        def hook(**arguments: Any) -> bool | None:
+        def hook(**of_kernel: Any) -> bool | None:
             if get_ident() != thread:
-                return before(**arguments) if before is not None else None
-            found.append(arguments["compile"]["specialization_data"])
+                return before(**of_kernel) if before is not None else None
+            found.append(of_kernel["compile"]["specialization_data"])
             return True  # so that Triton does not compile it
 
         hooks.jit_cache_hook = hook
