@@ -122,7 +122,7 @@ class Pattern(Handled):
         made_by = self.handle if self.recipe is None else _digestible(self.recipe)
         digest = hashlib.sha256(repr((made_by, self.block_size)).encode()).hexdigest()
         self.__dict__["_identity"] = digest
-        self.__dict__["_has_own_size"] = self.recipe is not None and _has_chosen_size(self.recipe)
+        self.__dict__["_has_own_size"] = self.recipe is not None and _of_own_size(self.recipe)
 
     def __reduce__(self):
         package = import_module("masks")  # its JSON is a layer above this one
@@ -207,7 +207,7 @@ class Recipe(NamedTuple):
     arguments: dict[str, Any]
 
 
-def _has_chosen_size(recipe: Recipe) -> bool:
+def _of_own_size(recipe: Recipe) -> bool:
     """Whether the block size of a pattern, or of a part of it, was given by with_block_size."""
     if recipe.maker == "with_block_size":
         return True

@@ -74,8 +74,8 @@ def warmup(
     """
     kv_heads = heads if kv_heads is None else kv_heads
     value_dim = head_dim if value_dim is None else value_dim
-    check_sizes(heads=heads, kv_heads=kv_heads, batch=batch)
-    check_sizes(head_dim=head_dim, value_dim=value_dim)
+    sizes = {"heads": heads, "kv_heads": kv_heads, "batch": batch}
+    check_sizes(**sizes, head_dim=head_dim, value_dim=value_dim)
     given = None if seq_len is None else checked_seq_len(seq_len)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {str(device)!r} needs CUDA, and torch finds no CUDA device")

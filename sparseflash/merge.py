@@ -1,7 +1,7 @@
 """Merges attention over disjoint sets of keys."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -136,7 +136,7 @@ def add_both_in_place(
     part_rows: Tensor | slice = slice(None),
 ) -> None:
     """add_in_place of keys and of values, or gradients of them: on a GPU in one launch."""
-    _write_both(add_in_place, totals, parts, rows, part_rows)
+    _write_both(True, totals, parts, rows, part_rows)
 
 
 def copy_both_in_place(
@@ -146,11 +146,11 @@ def copy_both_in_place(
     part_rows: Tensor | slice = slice(None),
 ) -> None:
     """copy_in_place of keys and of values, or gradients of them: on a GPU in one launch."""
-    _write_both(copy_in_place, totals, parts, rows, part_rows)
+    _write_both(False, totals, parts, rows, part_rows)
 
 
 def _write_both(
-    write: Callable[..., None],
+    adds: bool,
     totals: Sequence[Tensor],
     parts: Sequence[Tensor],
     rows: Tensor | slice,
@@ -158,6 +158,7 @@ def _write_both(
 ) -> None:
     each = list(zip(totals, parts, strict=True))
     if not all(_has_kernels(total, part) for total, part in each):
+        write = add_in_place if adds else copy_in_place
         for total, part in each:
             write(total, part, rows, part_rows)
         return
@@ -165,7 +166,6 @@ def _write_both(
 
     (key, value), index = _views(tuple(totals), rows)
     (key_part, value_part), part_index = _views(tuple(parts), part_rows)
-    adds = write is add_in_place
     write_rows_of_both((key, value), (key_part, value_part), index, part_index, adds)
 
 

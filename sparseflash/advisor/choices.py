@@ -55,8 +55,8 @@ class Workload:
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        check_sizes(seq_len=self.seq_len, batch=self.batch)
-        check_sizes(heads=self.heads, head_dim=self.head_dim)
+        sizes = {"seq_len": self.seq_len, "batch": self.batch}
+        check_sizes(**sizes, heads=self.heads, head_dim=self.head_dim)
         io_model.device_named(self.device)
 
     def __str__(self) -> str:

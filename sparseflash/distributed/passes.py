@@ -300,7 +300,8 @@ class _Backward:
     ) -> list[Tensor | None]:
         """The gradients of received keys, in this memory, with those of heavy ones.
 
-        The queries are in chunks, whose sum is computed in float32.
+        The queries are in chunks, each of which has gradients in the dtype of the keys. They are
+        added in float32.
         """
         masks, of_keys = self._prepared.part.in_place, self._needs[1:3]
         assert masks is not None, "the split is in place"

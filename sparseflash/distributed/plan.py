@@ -552,7 +552,8 @@ def _saved_plan(mask: Any, saved: Mapping[str, Any], owner: Tensor, shared: Tens
     chosen = saved["split"], check_integer("groups", saved["groups"])
     otherwise = tuple(saved.get("otherwise", ("rows", 1)))
     not_in_place = tuple(choice for choice in CHOICES if choice[0] != "in place")
-    allowed = CHOICES if can_be_in_place(Workload(mask)) else not_in_place
+    workload = Workload(mask)
+    allowed = CHOICES if can_be_in_place(workload) else not_in_place
     for name, each, choices in (
         ("split and groups", chosen, allowed),
         ("otherwise", otherwise, not_in_place),
@@ -560,7 +561,7 @@ def _saved_plan(mask: Any, saved: Mapping[str, Any], owner: Tensor, shared: Tens
         if each not in choices:
             raise ValueError(f"{name} must be one of {choices}, got {each}")
     rounds = _checked_rounds(saved["rounds"], chosen[0], mask)
-    units, numbers = Workload(mask).units, check_integers("owner", owner)
+    units, numbers = workload.units, check_integers("owner", owner)
     ranks = _ranks(saved["ranks"], units)
     _check_owner(numbers, units, ranks)
     rows = torch.tensor(_checked_rows(shared, mask.grid.nq), dtype=torch.int64)

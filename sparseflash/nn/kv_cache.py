@@ -34,8 +34,8 @@ class KeyValueCache:
         value_dim: int | None = None,
     ):
         value_dim = head_dim if value_dim is None else value_dim
-        check_sizes(batch=batch, kv_heads=kv_heads, max_len=max_len, head_dim=head_dim)
-        check_sizes(value_dim=value_dim)
+        sizes = {"batch": batch, "kv_heads": kv_heads, "max_len": max_len}
+        check_sizes(**sizes, head_dim=head_dim, value_dim=value_dim)
         check_floating_dtype("dtype", dtype)
         self._keys, self._values = (
             torch.zeros(batch, kv_heads, max_len, dim, dtype=dtype, device=device)

@@ -2,9 +2,9 @@
 
 No pair of these queries and keys is masked, and no gradient is needed. So torch's own attention
 computes the result, in one operation instead of a dozen, of a view of the keys if they are
-consecutive. For inputs of 16 bits it adds in float32 and rounds P to 16 bits, as the attention of
-PyTorch operations does, while passes.forward keeps P in float32: errors of out are those of the
-former. It does not convert the keys, so that it reads half as many bytes.
+consecutive. For inputs of 16 bits it adds in float32 and rounds P to 16 bits, so its errors are
+those of attention in PyTorch operations. passes.forward keeps P in float32, for which it converts
+the keys, and reads and writes more bytes.
 """
 
 import torch

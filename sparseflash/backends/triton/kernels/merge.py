@@ -162,17 +162,9 @@ def write_rows_of_both_kernel(
         total_strides = (key_batch, key_head, key_token, key_dim)
         part_strides = (key_part_batch, key_part_head, key_part_token, key_part_dim)
         write_rows(
-            key,
-            total_strides,
-            key_part,
-            part_strides,
-            these,
-            ADDS,
-            KEY_DIM,
-            KEY_DIMS,
-            ALIGN,
-            INDEX,
-        )
+            key, total_strides, key_part, part_strides, these,
+            ADDS, KEY_DIM, KEY_DIMS, ALIGN, INDEX,
+        )  # fmt: skip
     else:
         total_strides = (value_batch, value_head, value_token, value_dim)
         part_strides = (value_part_batch, value_part_head, value_part_token, value_part_dim)
