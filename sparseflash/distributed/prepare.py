@@ -76,8 +76,8 @@ class Prepared:
             "heads of key": key.shape[1],
             "value_dim": self.value.shape[3],
             "dtype": str(query.dtype),
-            "gradient of key or value": arguments.requires_gradient(self.key)
-            or arguments.requires_gradient(self.value),
+            "gradient of key": arguments.requires_gradient(self.key),
+            "gradient of value": arguments.requires_gradient(self.value),
             # That of shared rows is summed over all ranks.
             "gradient of query": len(self.plan.shared) > 0 and arguments.requires_gradient(query),
         }

@@ -753,6 +753,8 @@ def refused(rank: int, what: str) -> str:
     if what == "length" and wrong:
         own = [x[:, :, 1:] for x in own]
     own[0].requires_grad_(what == "gradient of query" and not wrong)
+    if what == "gradient of key":  # and rank 1 needs that of value
+        own[1 + wrong].requires_grad_()
     softcap = 5.0 if what == "options" and wrong else None
     try:
         context_parallel_attention(*own, plan, softcap=softcap, check=what != "unchecked")

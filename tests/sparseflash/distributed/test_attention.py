@@ -321,6 +321,7 @@ def test_gradients_keep_little_more_than_their_own_memory(ranks):
             "gradient of query",
             "ValueError: gradient of query must be equal on all ranks, got True",
         ),
+        ("gradient of key", "ValueError: gradient of key must be equal on all ranks, got True"),
     ],
 )
 def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(two_ranks, what, message):
