@@ -79,6 +79,23 @@ def check_floating_dtype(name: str, dtype: Any) -> None:
         raise TypeError(f"{name} must be a floating-point torch.dtype, got {dtype!r}")
 
 
+def checked_device(device: Any) -> torch.device:
+    """The device of an argument `device`, with its index: "cuda" is the current CUDA device.
+
+    Raises:
+        ValueError: torch knows no such device, or there is no CUDA device.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be one of torch, such as 'cpu', got {device!r}") from error
+    if found.type != "cuda":
+        return found
+    if not torch.cuda.is_available():
+        raise ValueError(f"device {str(device)!r} needs CUDA, and torch finds no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
+
+
 def to_python(value: Any) -> Any:
     """Tensors, arrays and their numbers as values of Python."""
     if isinstance(value, (list, tuple, range)):

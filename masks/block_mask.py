@@ -19,11 +19,16 @@ from masks._core.grid import (
     TABLE_SIDES,
     Grid,
     OnGrid,
-    canonical_device,
     checked_block_size,
 )
 from masks._core.transpose import transpose
-from masks.arguments import check_dtype, check_floating, check_index, check_integer
+from masks.arguments import (
+    check_dtype,
+    check_floating,
+    check_index,
+    check_integer,
+    checked_device,
+)
 from masks.lookup_table import LookupTable, compile_selected, compile_table
 from masks.registry import Caching, Handled
 
@@ -213,7 +218,7 @@ class BlockMask(OnGrid, Caching, Handled):
         Returns:
             A mask; this object if it is on the device already.
         """
-        same = canonical_device(device) == self.device
+        same = checked_device(device) == self.device
         return self if same else BlockMask(self.block_set.to(device))
 
     def table(
@@ -231,7 +236,7 @@ class BlockMask(OnGrid, Caching, Handled):
         Returns:
             The table.
         """
-        device = self.device if device is None else canonical_device(device)
+        device = self.device if device is None else checked_device(device)
         block_size = self.block_size if block_size is None else block_size
         key = (device, checked_block_size(block_size, TABLE_SIDES))
         if key not in self.tables:
@@ -627,7 +632,7 @@ class DynamicMask(OnGrid, Caching):
         Returns:
             A mask; this object if it is on the device already.
         """
-        if canonical_device(device) == self.device:
+        if checked_device(device) == self.device:
             return self
         scores = None if self.scores is None else self.scores.to(device)
         return DynamicMask(self.support.to(device), self.blocks.to(device), scores)
@@ -649,7 +654,7 @@ class DynamicMask(OnGrid, Caching):
         """
         if block_size is not None and checked_block_size(block_size) != self.block_size:
             raise ValueError(f"block_size must be {self.block_size}, got {block_size}")
-        if device is not None and canonical_device(device) != self.device:
+        if device is not None and checked_device(device) != self.device:
             return self.to(device).table()
         table = self.__dict__.get("_table")
         return compile_selected(self.support.block_set, self.blocks) if table is None else table

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from masks._core.grid import Grid, OnGrid, canonical_device
-from masks.arguments import check_dtype, check_index, check_integer
+from masks._core.grid import Grid, OnGrid
+from masks.arguments import check_dtype, check_index, check_integer, checked_device
 from masks.block_mask import BlockMask, DynamicMask, Size, stack
 from masks.builders import from_cross
 from masks.lookup_table import LookupTable
@@ -156,7 +156,7 @@ class MaskBatch(OnGrid, Caching, Handled):
         Returns:
             A batch; this object if it is on the device already.
         """
-        same = canonical_device(device) == self.device
+        same = checked_device(device) == self.device
         return self if same else MaskBatch(self.stacked.to(device), self.num_batches)
 
     def table(

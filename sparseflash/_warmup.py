@@ -8,7 +8,7 @@ from torch import Tensor
 
 from masks import Pattern
 from masks._core.grid import checked_seq_len
-from masks.arguments import check_floating_dtype, check_sizes
+from masks.arguments import check_floating_dtype, check_sizes, checked_device
 from sparseflash.arguments import AnyMask, checked_bias, checked_mask
 from sparseflash.dispatch.call import Call, empty_max_logits
 from sparseflash.dispatch.compile import compile_passes
@@ -77,8 +77,7 @@ def warmup(
     sizes = {"heads": heads, "kv_heads": kv_heads, "batch": batch}
     check_sizes(**sizes, head_dim=head_dim, value_dim=value_dim)
     given = None if seq_len is None else checked_seq_len(seq_len)
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {str(device)!r} needs CUDA, and torch finds no CUDA device")
+    device = checked_device(device)
     check_floating_dtype("dtype", dtype)
     calls = []
     for mask in map(checked_mask, masks or (None,)):

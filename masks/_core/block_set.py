@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from masks._core.bit_tiles import deduplicate, renumbered, unique_codes, unpack, words_per_row
-from masks._core.grid import Grid, canonical_device
+from masks._core.grid import Grid
 from masks._core.intervals import Runs, combine, concatenate, from_points, in_chunks
+from masks.arguments import checked_device
 
 # A tile code is the index of a bit tile, or the number of bit tiles plus one of these: a full
 # block whose keys, queries or both are clipped; a full block that is not clipped; an empty block.
@@ -146,7 +147,7 @@ class BlockSet:
     def to(self, device: torch.device | str) -> "BlockSet":
         """The same set on another device."""
         return BlockSet(
-            replace(self.grid, device=canonical_device(device)),
+            replace(self.grid, device=checked_device(device)),
             self.head_to_mask,
             Runs(*(t.to(device) for t in self.full)),
             self.partial.to(device),

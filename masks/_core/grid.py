@@ -7,19 +7,11 @@ from torch import Tensor
 
 from masks._core import bit_tiles
 from masks._core.intervals import Runs
-from masks.arguments import check_integer
+from masks.arguments import check_integer, checked_device
 
 BLOCK_SIDES = (16, 32, 64, 128, 256, 512)
 TABLE_SIDES = (*BLOCK_SIDES, 192)  # of tables: tiles of kernels
 MAX_TOKENS = 2**31 - 1  # kernels number tokens in 32 bits
-
-
-def canonical_device(device: torch.device | str) -> torch.device:
-    """The device with its index, as in tensor.device: "cuda" is the current CUDA device."""
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def is_captured(device: torch.device) -> bool:
@@ -57,10 +49,14 @@ class Grid:
 
         Raises:
             TypeError: A length or a side is not an integer.
-            ValueError: A length is below 1 or above MAX_TOKENS, or a side is not in BLOCK_SIDES.
+            ValueError: A length is below 1 or above MAX_TOKENS, a side is not in BLOCK_SIDES, or
+                there is no such device or it holds no data.
         """
         lengths, sides = checked_seq_len(seq_len), checked_block_size(block_size)
-        return cls(*lengths, *sides, canonical_device("cpu" if device is None else device))
+        device = checked_device("cpu" if device is None else device)
+        if device.type == "meta":
+            raise ValueError("device must hold data, got 'meta'")
+        return cls(*lengths, *sides, device)
 
     @property
     def seq_len(self) -> tuple[int, int]:

@@ -201,6 +201,9 @@ def heads(number):
             lambda: masks.stack([masks.full(), masks.full()(64)]),
             "patterns only or block masks only",
         ),
+        (lambda: masks.full()(64, device="gpu"), "device must be one of torch, .* got 'gpu'"),
+        (lambda: masks.full()(64).to(1.5), "device must be one of torch, .* got 1.5"),
+        (lambda: masks.full()(64, device="meta"), "device must hold data, got 'meta'"),
     ],
 )
 def test_bad_input_names_the_argument(call, message):
@@ -226,6 +229,7 @@ def test_largest_and_smallest_blocks(block_size):
 
 
 def test_a_device_without_a_number_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     grid = Grid.of(100, 16, "cuda")
     assert grid.device == torch.device("cuda", 3)
