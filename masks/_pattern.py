@@ -235,7 +235,10 @@ def builtin(
 
         @wraps(make)
         def recorded(*args: P.args, **kwargs: P.kwargs) -> Pattern:
-            bound = signature.bind(*args, **kwargs)
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{make.__name__} takes {_bare(signature)}: {error}") from None
             bound.apply_defaults()
             for name, find in resolve.items():
                 bound.arguments[name] = find(bound.arguments[name])
@@ -247,6 +250,12 @@ def builtin(
         return recorded
 
     return decorate
+
+
+def _bare(signature: inspect.Signature) -> inspect.Signature:
+    """A signature without annotations, which would hide the names in a message."""
+    parameters = [x.replace(annotation=x.empty) for x in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=signature.empty)
 
 
 def pattern(attends: Callable) -> Pattern:
@@ -271,12 +280,12 @@ def pattern(attends: Callable) -> Pattern:
         The pattern.
 
     Raises:
-        TypeError: `attends` is not a function.
+        TypeError: `attends` is not a function of two arguments.
 
     Reference:
         Dong et al. 2024, Flex Attention (mask_mod).
     """
-    return _of_function(attends, from_predicate)
+    return _of_function(attends, "(q, k)", from_predicate)
 
 
 def block_pattern(attends: Callable) -> Pattern:
@@ -291,19 +300,37 @@ def block_pattern(attends: Callable) -> Pattern:
         The pattern.
 
     Raises:
-        TypeError: `attends` is not a function.
+        TypeError: `attends` is not a function of two arguments.
 
     Reference:
         Dong et al. 2024, Flex Attention (mask_mod).
     """
-    return _of_function(attends, from_block_predicate)
+    return _of_function(attends, "(i, j)", from_block_predicate)
 
 
-def _of_function(attends: Callable, build: Callable[[Grid, str, Callable], BlockMask]) -> Pattern:
+def _of_function(
+    attends: Callable, indices: str, build: Callable[[Grid, str, Callable], BlockMask]
+) -> Pattern:
     if isinstance(attends, Pattern) or not callable(attends):
-        raise TypeError(f"attends must be a function of (q, k), got {attends!r}")
+        raise TypeError(f"attends must be a function of {indices}, got {attends!r}")
     name = getattr(attends, "__name__", type(attends).__name__)
+    _check_takes_two(attends, indices, name)
     return Pattern(name, lambda grid: build(grid, name, attends))
+
+
+def _check_takes_two(attends: Callable, indices: str, name: str) -> None:
+    """Raises TypeError unless a function can be called with two arguments."""
+    try:
+        signature = inspect.signature(attends)
+    except (TypeError, ValueError):  # some functions that are written in C have none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"attends must be a function of {indices}, got {name}{_bare(signature)}; for a mask "
+            "of each head or batch element see masks.stack and masks.MaskBatch"
+        ) from error
 
 
 @overload
@@ -326,14 +353,14 @@ def stack(masks):
         ValueError: `masks` is empty, or its entries differ in block size, lengths or device.
     """
     if not isinstance(masks, Sequence):
-        raise TypeError(f"stack takes a list of masks, one for each head, got {masks!r}")
+        raise TypeError(f"masks must be a list with one for each head, got {masks!r}")
     if not masks:
-        raise ValueError("stack needs at least one mask, got none")
+        raise ValueError("masks must have at least 1 entry, got none")
     if all(isinstance(m, BlockMask) for m in masks):
         return block_mask.stack(masks)
     if not all(isinstance(m, Pattern) for m in masks):
         raise TypeError(
-            "stack takes patterns only or block masks only, got "
+            "masks must be patterns only or block masks only, got "
             f"{[type(m).__name__ for m in masks]}"
         )
     distinct = list(dict.fromkeys(masks))

@@ -96,6 +96,12 @@ def checked_device(device: Any) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
 
 
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether a tensor of the first shape can be expanded to the second one."""
+    aligned = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in aligned)
+
+
 def to_python(value: Any) -> Any:
     """Tensors, arrays and their numbers as values of Python."""
     if isinstance(value, (list, tuple, range)):

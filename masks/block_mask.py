@@ -23,6 +23,7 @@ from masks._core.grid import (
 )
 from masks._core.transpose import transpose
 from masks.arguments import (
+    broadcasts,
     check_dtype,
     check_floating,
     check_index,
@@ -50,6 +51,7 @@ class BlockMask(OnGrid, Caching, Handled):
         block_set: The stored form, which only the functions of masks._core read.
 
     Raises:
+        TypeError: `block_set` is not a BlockSet.
         ValueError: The operands of `&`, `|`, `-` or `^` differ in lengths, block size, device, or
             number of heads other than 1.
 
@@ -58,6 +60,14 @@ class BlockMask(OnGrid, Caching, Handled):
     """
 
     block_set: BlockSet
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block_set, BlockSet):
+            raise TypeError(
+                "block_set must be a BlockSet, which from_blocks, from_dense and from_scipy make, "
+                f"got {type(self.block_set).__name__}"
+            )
+        super().__post_init__()
 
     @staticmethod
     def from_blocks(blocks, block_size: Size = 128, seq_len: Size | None = None) -> "BlockMask":
@@ -406,6 +416,11 @@ class BlockMask(OnGrid, Caching, Handled):
         check_floating("scores", scores)
         if not isinstance(threshold, (Real, Tensor)):
             raise TypeError(f"threshold must be a number or a tensor, got {threshold!r}")
+        if isinstance(threshold, Tensor) and not broadcasts(threshold.shape, scores.shape):
+            raise ValueError(
+                f"threshold must broadcast to the scores, {tuple(scores.shape)}, got "
+                f"{tuple(threshold.shape)}"
+            )
         return self.select(scores.detach() > threshold, scores)
 
     def __and__(self, other: "BlockMask") -> "BlockMask":
@@ -479,7 +494,7 @@ def stack(masks: Sequence[BlockMask]) -> BlockMask:
     for mask in masks:
         if mask.num_heads != 1 or mask.grid != masks[0].grid:
             raise ValueError(
-                f"stacked masks must have one head and equal lengths, block size and device, got "
+                f"masks must have one head each and equal lengths, block size and device, got "
                 f"{masks[0]} and {mask}"
             )
     index: dict[BlockMask, int] = {}

@@ -187,7 +187,7 @@ def from_block_lists(
         raise ValueError(f"lists must have one batch element, got {lists.full_block_cnt.shape[0]}")
     if pattern is None:
         if lists.mask_block_cnt.any():
-            raise ValueError("lists with partial blocks need a pattern for their elements")
+            raise ValueError("pattern must say which pairs of partial blocks attend, got None")
         return _from_lists(lists, seq_len, None)
     full = _from_lists(lists._replace(mask_block_cnt=torch.zeros_like(lists[0])), seq_len, None)
     candidates = _from_lists(lists, seq_len, None) - full

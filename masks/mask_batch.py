@@ -63,9 +63,9 @@ class MaskBatch(OnGrid, Caching, Handled):
                 number of heads other than 1.
         """
         if not isinstance(masks, Sequence) or not all(isinstance(m, BlockMask) for m in masks):
-            raise TypeError(f"from_masks takes a list of block masks, got {masks!r}")
+            raise TypeError(f"masks must be a list of block masks, got {masks!r}")
         if not masks:
-            raise ValueError("from_masks needs at least one mask, got none")
+            raise ValueError("masks must have at least 1 entry, got none")
         grids = {mask.grid for mask in masks}
         heads = {mask.num_heads for mask in masks} - {1}
         if len(grids) > 1 or len(heads) > 1:
@@ -99,9 +99,11 @@ class MaskBatch(OnGrid, Caching, Handled):
             raise TypeError(f"mask must be a BlockMask or a MaskBatch, got {type(mask).__name__}")
         check_dtype("keys", keys, torch.bool)
         q_len, k_len = mask.seq_len
-        batch = mask.num_batches if isinstance(mask, MaskBatch) else max([1, *keys.shape[:1]])
-        if keys.shape != (batch, k_len):
+        batch = mask.num_batches if isinstance(mask, MaskBatch) else "batch"
+        fits = keys.dim() == 2 and len(keys) > 0 and keys.shape[1] == k_len
+        if not fits or batch not in ("batch", len(keys)):
             raise ValueError(f"keys must be ({batch}, {k_len}), got {tuple(keys.shape)}")
+        batch = len(keys)
         distinct, which = torch.unique(keys.to(mask.device), dim=0, return_inverse=True)
         no_query = torch.zeros(q_len, dtype=torch.bool, device=mask.device)
         having = [from_cross(mask.grid, no_query, row) for row in distinct]

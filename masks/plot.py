@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from masks._core.bit_tiles import unpack
+from masks.arguments import check_integer
 from masks.block_mask import BlockMask
+from masks.mask_batch import check_block_mask
 
 _SHADES = " ░▒▓█"
 MAX_CELLS = 512  # fewer than the pixels of a picture, so that every cell is visible
@@ -92,7 +94,13 @@ def text(mask: BlockMask, most: int = COLUMNS // 2) -> str:
 
     Returns:
         A line for each row, without a line break at the end.
+
+    Raises:
+        TypeError: `mask` is not a BlockMask, or `most` is not an integer.
+        ValueError: `most` is below 1.
     """
+    check_block_mask(mask)
+    most = check_integer("most", most, least=1)
     cells = (cell_density(mask, most) * (len(_SHADES) - 1)).ceil().int()
     return "\n".join("".join(_SHADES[c] * 2 for c in row) for row in cells.tolist())
 
@@ -109,8 +117,12 @@ def save(mask: BlockMask, path: Path | str, title: str) -> None:
         title: Title of the picture.
 
     Raises:
+        TypeError: `mask` is not a BlockMask.
+        ValueError: The suffix of `path` is another one, or its folder does not exist.
         OSError: The file cannot be written.
     """
+    check_block_mask(mask)
+    check_picture("path", Path(path))
     from matplotlib.figure import Figure  # it takes longer to import than masks itself
 
     masks = range(min(mask.num_masks, MAX_PICTURES))

@@ -41,6 +41,10 @@ _WORDS = {16: torch.int16, 32: torch.int32}  # the dtype with one bit per key of
 def from_dense(dense: Tensor, block_size: int | tuple[int, int] = 128) -> BlockSet:
     """See BlockMask.from_dense."""
     check_dtype("dense", dense, torch.bool)
+    if dense.layout != torch.strided:
+        raise TypeError(
+            f"dense must not be sparse, got {dense.layout}: see masks.interop.from_torch"
+        )
     if dense.ndim not in (2, 3) or 0 in dense.shape:
         raise ValueError(
             f"dense must be (q, k) or (heads, q, k) and not empty, got {tuple(dense.shape)}"

@@ -10,7 +10,7 @@ from masks._core.intervals import Runs
 from masks.arguments import check_integer, checked_device
 
 BLOCK_SIDES = (16, 32, 64, 128, 256, 512)
-TABLE_SIDES = (*BLOCK_SIDES, 192)  # of tables: tiles of kernels
+TABLE_SIDES = tuple(sorted((*BLOCK_SIDES, 192)))  # of tables: tiles of kernels
 MAX_TOKENS = 2**31 - 1  # kernels number tokens in 32 bits
 
 

@@ -21,18 +21,16 @@ from masks.arguments import check_integer
 def crop(blocks: BlockSet, q_len: int, k_len: int) -> BlockSet:
     """See BlockMask.crop."""
     g = blocks.grid
-    q_len, k_len = check_integer("q_len", q_len), check_integer("k_len", k_len)
-    if not (1 <= q_len <= g.q_len and 1 <= k_len <= g.k_len):
-        raise ValueError(f"crop must lie within seq_len {g.seq_len}, got ({q_len}, {k_len})")
+    q_len = check_integer("q_len", q_len, least=1, most=g.q_len)
+    k_len = check_integer("k_len", k_len, least=1, most=g.k_len)
     return _assemble_rows(blocks, replace(g, q_len=q_len, k_len=k_len), 0)
 
 
 def slice_queries(blocks: BlockSet, begin: int, end: int) -> BlockSet:
     """See BlockMask.slice_queries."""
     g = blocks.grid
-    begin, end = check_integer("begin", begin), check_integer("end", end)
-    if not 0 <= begin < end <= g.q_len:
-        raise ValueError(f"slice_queries must lie within {g.q_len} queries, got {begin} to {end}")
+    begin = check_integer("begin", begin, least=0, most=g.q_len - 1)
+    end = check_integer("end", end, least=begin + 1, most=g.q_len)
     first, skipped = divmod(begin, g.bq)
     target = replace(g, q_len=end - begin)
     if skipped == 0:

@@ -21,6 +21,6 @@ def diagonal(grid: Grid, name: str, align: str | None) -> int:
     """
     if align is None and grid.q_len != grid.k_len:
         raise ValueError(
-            f"{name} with seq_len {grid.seq_len} needs align, one of {ALIGNMENTS}, got None"
+            f"align must be one of {ALIGNMENTS} for {name} with seq_len {grid.seq_len}, got None"
         )
     return grid.k_len - grid.q_len if align == "bottom-right" else 0

@@ -37,8 +37,8 @@ def tree(parents: Sequence[int], prefix_len: int = 0) -> Pattern:
     def build(grid: Grid) -> BlockMask:
         if grid.seq_len != (nodes, prefix_len + nodes):
             raise ValueError(
-                f"tree of {nodes} nodes after {prefix_len} tokens needs seq_len "
-                f"{(nodes, prefix_len + nodes)}, got {grid.seq_len}"
+                f"seq_len must be {(nodes, prefix_len + nodes)} for a tree of {nodes} nodes after "
+                f"{prefix_len} tokens, got {grid.seq_len}"
             )
         ancestors = torch.eye(nodes, dtype=torch.bool, device="cpu")
         for node, parent in enumerate(parents):

@@ -170,6 +170,14 @@ def test_scores_get_their_gradient_from_another_device():
             lambda m: m.select_threshold(torch.ones(4, 4), "x"),
             "threshold must be a number .* got 'x'",
         ),
+        (
+            lambda m: m.select_threshold(torch.ones(4, 4), torch.ones(3)),
+            r"threshold must broadcast to the scores, \(4, 4\), got \(3,\)",
+        ),
+        (
+            lambda m: m.select_threshold(torch.ones(4, 4), torch.ones(2, 4, 4)),
+            r"threshold must broadcast to the scores, \(4, 4\), got \(2, 4, 4\)",
+        ),
         (lambda m: m.select_topk(torch.ones(4, 4), 1.5), "k must be an integer, got 1.5"),
         (lambda m: DynamicMask(None, torch.ones(4, 4) > 0), "support must be a BlockMask, got No"),
         (lambda m: DynamicMask(m, None), "blocks must be a bool tensor, got NoneType"),

@@ -148,7 +148,7 @@ def test_entries_of_a_sparse_tensor_may_be_stored_twice():
             lambda: interop.from_block_lists(
                 interop.to_block_lists(masks.causal()(64, 16)), (64, 64)
             ),
-            "need a pattern",
+            "pattern must say which pairs",
         ),
         (
             lambda: interop.from_block_lists(

@@ -64,7 +64,7 @@ def test_keys_of_each_element(mask):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: MaskBatch.from_masks([]), ValueError, "at least one mask"),
+        (lambda: MaskBatch.from_masks([]), ValueError, "masks must have at least 1 entry"),
         (lambda: MaskBatch.from_masks(LOCAL), TypeError, "list of block masks"),
         (lambda: MaskBatch.from_masks([masks.full()]), TypeError, "list of block masks"),
         (
@@ -81,7 +81,17 @@ def test_keys_of_each_element(mask):
         (
             lambda: MaskBatch.with_keys(LOCAL, torch.ones(2, 50).bool()),
             ValueError,
-            r"keys must be \(2, 75\), got \(2, 50\)",
+            r"keys must be \(batch, 75\), got \(2, 50\)",
+        ),
+        (
+            lambda: MaskBatch.with_keys(LOCAL, torch.ones(LENGTHS[1]).bool()),
+            ValueError,
+            r"keys must be \(batch, 75\), got \(75,\)",
+        ),
+        (
+            lambda: MaskBatch.with_keys(LOCAL, torch.ones(0, LENGTHS[1]).bool()),
+            ValueError,
+            r"keys must be \(batch, 75\), got \(0, 75\)",
         ),
         (lambda: MaskBatch(LOCAL, 3), ValueError, "num_batches must divide the 1 heads"),
         (lambda: MaskBatch(LOCAL, 0), ValueError, "num_batches must be at least 1, got 0"),

@@ -199,7 +199,7 @@ def test_random_trees(nodes, prefix_len, block_size, data):
     "make", [masks.causal, lambda **o: masks.local(6, **o), lambda **o: masks.dilated(3, 4, **o)]
 )
 def test_alignment_is_explicit_when_lengths_differ(make):
-    with pytest.raises(ValueError, match="needs align"):
+    with pytest.raises(ValueError, match="align must be one of"):
         make()((50, 80), 16)
     square = make()(80, 16).to_dense()
     assert torch.equal(make(align="bottom-right")((50, 80), 16).to_dense(), square[30:])
@@ -316,14 +316,33 @@ def test_parse_says_what_a_file_lacks(name, message, tmp_path):
         (lambda: masks.documents(300), "lengths must be a sequence of integers, got 300"),
         (lambda: masks.full()("300"), "seq_len must be an integer, got '300'"),
         (lambda: masks.pattern(masks.full()), r"attends must be a function .*, got full\(\)"),
-        (lambda: masks.stack(masks.full()), "stack takes a list of masks"),
+        (
+            lambda: masks.pattern(lambda b, h, q, k: q >= k),
+            r"attends must be a function of \(q, k\), got <lambda>\(b, h, q, k\); .* masks.stack",
+        ),
+        (
+            lambda: masks.block_pattern(lambda i: i > 1),
+            r"a function of \(i, j\), got <lambda>\(i\)",
+        ),
+        (
+            lambda: masks.causal("bottom-right"),
+            r"causal takes \(\*, align=None\): too many positional arguments",
+        ),
+        (
+            lambda: masks.longformer(1),
+            r"longformer takes \(window, num_global\): missing a required argument: 'num_global'",
+        ),
+        (lambda: masks.stack(masks.full()), "masks must be a list with one for each head"),
         (lambda: masks.parse(3), "text must be a string, got int"),
         (lambda: masks.causal(align="middle"), "align must be one of"),
         (lambda: masks.documents([5, 6])(12), "lengths must sum to"),
         (lambda: masks.tree([-1, 1]), "parents must have an earlier node"),
         (lambda: masks.tree([]), "parents must have an earlier node"),
         (lambda: masks.tree([-1], -2), "prefix_len must be at least 0"),
-        (lambda: masks.tree([-1, 0], 5)(7), r"needs seq_len \(2, 7\), got \(7, 7\)"),
+        (
+            lambda: masks.tree([-1, 0], 5)(7),
+            r"seq_len must be \(2, 7\) for a tree .* got \(7, 7\)",
+        ),
         (lambda: masks.bigbird(window=2), "window must be odd"),
         (lambda: masks.bigbird(window=-1), "window must be at least 1, got -1"),
         (lambda: masks.bigbird(num_global=-1), "num_global must be at least 0, got -1"),

@@ -202,3 +202,21 @@ def test_bad_input_is_named(arguments, named, tmp_path, monkeypatch):
     assert result.exit_code == 2
     assert named in result.output
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plot.text(masks.full()), r"mask must be a BlockMask, got Pattern; pass pattern"),
+        (lambda: plot.text(masks.full()(64), 0), "most must be at least 1, got 0"),
+        (lambda: plot.save(masks.full(), "x.png", ""), "mask must be a BlockMask, got Pattern"),
+        (
+            lambda: plot.save(masks.full()(64), "x.jpeg", ""),
+            "path must end in .png, .* got x.jpeg",
+        ),
+        (lambda: plot.save(masks.full()(64), "no/x.png", ""), "path must be in a folder that"),
+    ],
+)
+def test_bad_input_names_the_argument(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
