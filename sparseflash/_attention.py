@@ -156,9 +156,7 @@ def attention(
             lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
     bias = checked_bias(bias, query, query.shape[2], key.shape[2])
     check_sinks(sinks, query)
-    score_inputs = None
-    if resolved.score is not None or score_tensors:
-        score_inputs = checked_score_tensors(resolved.score, score_tensors, query)
+    score_inputs = checked_score_tensors(resolved.score, score_tensors, query)
     seed_tensor = checked_seed(seed, resolved.dropout_p)
     if plan is not None:
         call = Call(plan, lengths, 0 if seed_tensor is None else int(seed_tensor), bias)

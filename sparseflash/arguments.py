@@ -1,14 +1,13 @@
 """The arguments of the public functions, checked before anything is computed."""
 
 from collections.abc import Hashable, MutableMapping
-from numbers import Integral
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from masks import DynamicMask, Pattern, full
-from masks.arguments import check_dtype, check_floating
+from masks.arguments import check_dtype, check_floating, check_integer
 from masks.mask_batch import CompiledMask
 
 AnyMask = Pattern | CompiledMask
@@ -21,6 +20,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The function that makes a mask from an object of another type. This BlockMask is FlexAttention's.
 _MAKERS = {
     "Tensor": "masks.BlockMask.from_dense",
+    "ndarray": "masks.BlockMask.from_dense (of torch.from_numpy)",
     "str": "masks.parse",
     "function": "masks.pattern (or, of a built-in pattern, its call)",
     "BlockMask": "masks.interop.from_flex",
@@ -134,9 +134,10 @@ def check_key_lengths(lengths: Tensor, query: Tensor) -> None:
     check_dtype("key_lengths", lengths, torch.int32, torch.int64)
     devices = (query.device, torch.device("cpu"))
     if lengths.shape != query.shape[:1] or lengths.device not in devices:
+        names = " or ".join(dict.fromkeys(map(str, devices)))
         raise ValueError(
-            f"key_lengths must be ({query.shape[0]},) on {query.device} or the CPU, got "
-            f"{tuple(lengths.shape)} on {lengths.device}"
+            f"key_lengths must be ({query.shape[0]},) on {names}, got {tuple(lengths.shape)} on "
+            f"{lengths.device}"
         )
 
 
@@ -224,10 +225,10 @@ def requires_gradient(tensor: Tensor | None) -> bool:
 
 def checked_seed(seed: int | None, dropout_p: float) -> Tensor | None:
     """The seed of a call: None without dropout, random if `seed` is None."""
-    if seed is not None and not (isinstance(seed, Integral) and -(2**63) <= seed < 2**63):
-        raise ValueError(f"seed must be an int of 64 bits, got {seed!r}")
+    if seed is not None:
+        seed = check_integer("seed", seed, least=-(2**63))
     if dropout_p == 0:
         return None
     if seed is None:
         return torch.randint(2**63 - 1, (), device="cpu")
-    return torch.tensor(int(seed), device="cpu")
+    return torch.tensor(seed, device="cpu")

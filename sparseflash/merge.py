@@ -214,6 +214,10 @@ def attention_of_empty_inputs(query: Tensor, key: Tensor, value: Tensor) -> tupl
     return scores @ value, scores.to(wide).logsumexp(-1)
 
 
+def _layout(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
     for name, tensors in (("outs", outs), ("lses", lses)):
         if not isinstance(tensors, Sequence):
@@ -225,9 +229,11 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
     for name, tensors in (("outs", outs), ("lses", lses)):
         for i, tensor in enumerate(tensors):
             check_floating(f"{name}[{i}]", tensor)
-            layout = tensor.shape, tensor.dtype, tensor.device
-            if layout != (tensors[0].shape, tensors[0].dtype, tensors[0].device):
-                raise ValueError(f"{name} must share shape, dtype and device, got {layout} too")
+            first, layout = tensors[0], (tensor.shape, tensor.dtype, tensor.device)
+            if layout != (first.shape, first.dtype, first.device):
+                raise ValueError(
+                    f"{name}[{i}] must be {_layout(first)} like {name}[0], got {_layout(tensor)}"
+                )
     if lses[0].dtype not in (torch.float32, torch.float64):
         raise TypeError(f"lses must be float32 or float64, got {lses[0].dtype}")
     if outs[0].shape[:-1] != lses[0].shape or outs[0].device != lses[0].device:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from numbers import Real
 from typing import Any, TypedDict
 
@@ -13,7 +14,18 @@ from sparseflash.dropout import threshold
 from sparseflash.score import ScoreFunction, find_score_function
 
 PRECISIONS = ("ieee", "tf32")
-OF_TORCH = {"attn_mask", "block_mask", "is_causal"}  # torch's names for the argument `mask`
+_AS_MASK = "give the mask as mask, such as masks.causal()"
+# Arguments of attention in torch, FlexAttention and FlashAttention: what replaces them here.
+_OF_OTHERS = {
+    **dict.fromkeys(("attn_mask", "block_mask", "causal", "is_causal"), _AS_MASK),
+    **dict.fromkeys(("window", "window_size"), "give the window as mask: see masks.local"),
+    **dict.fromkeys(("dropout", "p_dropout"), "it is dropout_p here"),
+    **dict.fromkeys(("sm_scale", "softmax_scale"), "it is scale here"),
+    "alibi_slopes": "give them as bias: see sparseflash.alibi",
+    "attn_bias": "it is bias here, a number for each distance",
+    "enable_gqa": "leave it out: query heads may be a multiple of key heads",
+    "score_mod": "give it as score: see sparseflash.ScoreFunction.from_torch",
+}
 
 
 class OptionKeywords(TypedDict, total=False):
@@ -79,10 +91,9 @@ class AttentionOptions:
 
     def __new__(cls, **options: Any) -> "AttentionOptions":
         if unknown := options.keys() - cls.__dataclass_fields__.keys():
-            known = ", ".join(cls.__dataclass_fields__)
-            hint = "; give the mask as mask, such as masks.causal()" if unknown & OF_TORCH else ""
-            found = ", ".join(sorted(unknown))
-            raise TypeError(f"options must be some of {known}, got {found}{hint}")
+            known, found = ", ".join(cls.__dataclass_fields__), ", ".join(sorted(unknown))
+            hints = dict.fromkeys(filter(None, map(_hint, sorted(unknown))))
+            raise TypeError(f"options must be some of {known}, got {'; '.join([found, *hints])}")
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -92,6 +103,15 @@ class AttentionOptions:
     def as_dict(self) -> dict[str, Any]:
         """The options by name."""
         return {name: getattr(self, name) for name in OPTION_NAMES}
+
+
+def _hint(unknown: str) -> str:
+    """What may be meant by an option that does not exist; empty if nothing is similar."""
+    if unknown in _OF_OTHERS:
+        return _OF_OTHERS[unknown]
+    keywords = (*AttentionKeywords.__annotations__, "return_lse", "return_max_logits")
+    similar = get_close_matches(unknown, keywords, 1)
+    return f"did you mean {similar[0]}?" if similar else ""
 
 
 def _positive(name: str, value: float | None) -> float | None:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from masks.arguments import broadcasts
+
 ARGUMENTS = ("score", "batch", "head", "query", "key")
 
 
@@ -154,7 +156,7 @@ class ScoreFunction:
                 f"f of score function {self.name!r} must have the shape of score, {tuple(shape)}, "
                 f"got {tuple(f.shape)}"
             )
-        if isinstance(derivative, Tensor) and not _broadcasts(derivative.shape, shape):
+        if isinstance(derivative, Tensor) and not broadcasts(derivative.shape, shape):
             raise ValueError(
                 f"df / dscore of score function {self.name!r} must broadcast to the shape of "
                 f"score, {tuple(shape)}, got {tuple(derivative.shape)}"
@@ -243,12 +245,14 @@ def checked_score_tensors(
     Raises:
         TypeError, ValueError: `tensors` are not those that the score function declares.
     """
+    if score is None and tensors.__class__ is tuple and not tensors:
+        return None  # of most calls, in less time than the checks below take
     function = find_score_function(score) if isinstance(score, str) else score
     declared = () if function is None else function.tensors
     if not isinstance(tensors, Sequence) or len(tensors) != len(declared):
         got = len(tensors) if isinstance(tensors, Sequence) else type(tensors).__name__
         if function is None:
-            raise ValueError(f"score_tensors need a score function that reads them, got {got}")
+            raise ValueError(f"score_tensors must be empty without a score function, got {got}")
         raise ValueError(
             f"score_tensors must be a list of the {len(declared)} tensors that score function "
             f"{function.name!r} reads, got {got}"
@@ -472,11 +476,6 @@ def _trace(
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
-
-
-def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
-    aligned = zip(reversed(shape), reversed(to), strict=False)
-    return len(shape) <= len(to) and all(n in (1, m) for n, m in aligned)
 
 
 _functions: dict[str, ScoreFunction] = {}

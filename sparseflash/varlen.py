@@ -91,7 +91,7 @@ def attention_varlen(
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 3:
-            got = getattr(tensor, "shape", type(tensor).__name__)
+            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(f"{name} must be a tensor (total, heads, head_dim), got {got}")
     if "key_lengths" in options:
         raise TypeError("key_lengths must not be given: cu_seqlens_k bounds the keys of documents")
@@ -200,7 +200,9 @@ def unpad(x: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
         Dao et al., FlashAttention's unpad_input.
     """
     _check_tokens(x, ("batch", "seq"))
-    _check_keep(keep, x.shape[:2])
+    _check_keep(keep)
+    if keep.shape != x.shape[:2]:
+        raise ValueError(f"keep must be {tuple(x.shape[:2])} like x, got {tuple(keep.shape)}")
     bounds = torch.nn.functional.pad(keep.sum(1).cumsum(0), (1, 0))
     return x[keep.to(x.device)], bounds.to(x.device, torch.int32)
 
@@ -223,7 +225,7 @@ def pad(x: Tensor, keep: Tensor) -> Tensor:
         Dao et al., FlashAttention's pad_input.
     """
     _check_tokens(x, ("total",))
-    _check_keep(keep, keep.shape if isinstance(keep, Tensor) else ())
+    _check_keep(keep)
     keep = keep.to(x.device)
     if int(keep.sum()) != len(x):
         raise ValueError(f"keep must be true at {len(x)} positions, got {int(keep.sum())}")
@@ -236,10 +238,10 @@ def _check_tokens(x: Tensor, first_dims: tuple[str, ...]) -> None:
         raise ValueError(f"x must be a tensor ({', '.join(first_dims)}, ...), got {got}")
 
 
-def _check_keep(keep: Tensor, shape: tuple[int, ...]) -> None:
+def _check_keep(keep: Tensor) -> None:
     check_dtype("keep", keep, torch.bool)
-    if keep.dim() != 2 or keep.shape != shape:
-        raise ValueError(f"keep must be (batch, seq), {tuple(shape)}, got {tuple(keep.shape)}")
+    if keep.dim() != 2:
+        raise ValueError(f"keep must be (batch, seq), got {tuple(keep.shape)}")
 
 
 def _lengths(name: str, cu_seqlens: Tensor, total: int) -> tuple[int, ...]:

@@ -58,8 +58,15 @@ def test_equal_options_are_one_key():
         ({"precision": "half"}, ValueError, r"precision must be one of \('ieee', 'tf32'\)"),
         ({"deterministic": 1}, TypeError, "deterministic must be a bool, got 1"),
         ({"backend": None}, TypeError, "backend must be 'auto' or the name of a backend"),
-        ({"scal": 1.0}, TypeError, "options must be some of scale, softcap, .*backend, got scal$"),
+        ({"scal": 1}, TypeError, r"options must be some of scale, .*, got scal; did .* scale\?$"),
+        ({"key_length": 1}, TypeError, r"got key_length; did you mean key_lengths\?$"),
+        ({"unlike_any": 1}, TypeError, "got unlike_any$"),
         ({"is_causal": True}, TypeError, r"got is_causal; give the mask as mask, .*causal\(\)$"),
+        (
+            {"attn_mask": None, "causal": True, "softmax_scale": 1.0},
+            TypeError,
+            r"got attn_mask, causal, softmax_scale; give the mask .*\(\); it is scale here$",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(option, error, message):

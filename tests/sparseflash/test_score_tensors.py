@@ -413,8 +413,10 @@ def test_wrong_tensors_are_named(message):
 
 def test_tensors_without_a_function_that_reads_them():
     tensors = torch.zeros(3, 1, 2, 64, 8).unbind()
-    with pytest.raises(ValueError, match="need a score function that reads them, got 1"):
+    with pytest.raises(ValueError, match="must be empty without a score function, got 1"):
         sparseflash.attention(*tensors, score_tensors=[torch.ones(2)])
+    with pytest.raises(ValueError, match="must be empty without a score function, got Tensor"):
+        sparseflash.attention(*tensors, score_tensors=torch.ones(2))  # pyright: ignore[reportArgumentType]
     plan = make_plan(masks.full()(64, 16), 1)
     with pytest.raises(ValueError, match=r"the 1 tensors that score function .* got 0"):
         context_parallel_attention(*tensors, plan, score=SLOPES)

@@ -185,6 +185,9 @@ def test_padding_is_left_out_and_put_back():
     )
 
 
+BOUNDS = torch.tensor([0, 2])
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -192,7 +195,7 @@ def test_padding_is_left_out_and_put_back():
         (
             lambda x: sparseflash.unpad(x, torch.ones(2, 4).bool()),
             ValueError,
-            r"keep must be \(batch, seq\), \(2, 3\), got \(2, 4\)",
+            r"keep must be \(2, 3\) like x, got \(2, 4\)",
         ),
         (
             lambda x: sparseflash.pad(x[0], torch.ones(2, 2).bool()),
@@ -200,6 +203,16 @@ def test_padding_is_left_out_and_put_back():
             "keep must be true at 3 positions, got 4",
         ),
         (lambda x: sparseflash.pad(x, None), TypeError, "keep must be a bool tensor, got None"),
+        (
+            lambda x: sparseflash.pad(x, torch.ones(6).bool()),
+            ValueError,
+            r"keep must be \(batch, seq\), got \(6,\)",
+        ),
+        (
+            lambda x: sparseflash.attention_varlen(x[None], x, x, BOUNDS, BOUNDS),
+            ValueError,
+            r"query must be a tensor \(total, heads, head_dim\), got \(1, 2, 3, 4\)",
+        ),
         (
             lambda x: sparseflash.unpad([1], torch.ones(1, 1).bool()),
             ValueError,
