@@ -245,7 +245,7 @@ def test_bad_input_is_named():
         sparseflash.explain(*tensors(), bias=torch.zeros(1, 3))
     with pytest.raises(ValueError, match="sinks must have shape"):
         sparseflash.explain(*tensors(), sinks=torch.zeros(3))
-    with pytest.raises(ValueError, match="seed must be"):
+    with pytest.raises(TypeError, match="seed must be"):
         sparseflash.explain(*tensors(), seed=2.0, return_lse=True)
     with pytest.raises(
         TypeError, match=r"query must have one of the dtypes .*, got torch\.float8_e5m2"
