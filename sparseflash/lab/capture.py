@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import masks
-from masks import Pattern
+from masks import BlockMask, Pattern
 from masks._parse import as_pattern
 from masks._pattern import in_size
 from sparseflash._attention import attention
 from sparseflash.integrations.sdpa import SdpaMode
 from sparseflash.nn import SparseAttention
+from sparseflash.options import OptionKeywords
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class AttentionCall:
         module: Name of the module that makes the call.
         query, key, value: (batch, heads, tokens, head_dim).
         base: The pattern of the call: full(), causal() or that of a SparseAttention.
-        scale: Factor of the scores; None for 1 / sqrt(head_dim).
+        options: The other options of the call, as in AttentionOptions, such as its soft cap.
     """
 
     module: str
@@ -34,7 +35,11 @@ class AttentionCall:
     key: Tensor
     value: Tensor
     base: Pattern
-    scale: float | None
+    options: OptionKeywords
+
+    def attend(self, mask: Pattern | BlockMask) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the call with another mask."""
+        return attention(self.query, self.key, self.value, mask, return_lse=True, **self.options)
 
 
 Handler = Callable[[AttentionCall], Tensor]
@@ -86,14 +91,28 @@ def attention_modules(model: nn.Module) -> list[str]:
 
 
 def run(model: nn.Module, inputs: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
-    """Runs the model in evaluation mode. Returns its loss, or None if it has none."""
+    """Runs the model in evaluation mode. Returns its loss, or None if it has none.
+
+    Raises:
+        TypeError: There are no inputs, or `loss` is not a function or returns no tensor.
+        ValueError: The loss is not one number.
+    """
+    if inputs is None:
+        raise TypeError("inputs must be the arguments of the model, got None")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss must be a function of the output, got {loss!r}")
     training = model.training
     try:
         model.eval()
         out = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
     finally:
         model.train(training)
-    return getattr(out, "loss", None) if loss is None else loss(out)
+    value = getattr(out, "loss", None) if loss is None else loss(out)
+    if loss is not None and not isinstance(value, Tensor):
+        raise TypeError(f"loss must return a tensor, got {type(value).__name__}")
+    if value is not None and value.numel() != 1:
+        raise ValueError(f"loss must return one number, got {tuple(value.shape)}")
+    return value
 
 
 @torch.no_grad()
@@ -124,9 +143,7 @@ def loss_difference(
         pattern = next(calls, None)
         if pattern is None:
             raise ValueError(f"layers must have an entry for each of the model, got {len(layers)}")
-        return attention(
-            call.query, call.key, call.value, within(pattern, call.base), scale=call.scale
-        )
+        return call.attend(within(pattern, call.base))[0]
 
     own_loss = run(model, inputs, loss)
     with captured(model, sparse):
@@ -174,7 +191,7 @@ class _Capture(SdpaMode):
                 "supported: inputs must have one length, without padding or a cache"
             )
         base = masks.causal() if is_causal else masks.full()
-        return self._handled(query, key, value, base, scale)
+        return self._handled(query, key, value, base, {"scale": scale})
 
     def attend_module(
         self, module: SparseAttention, query, key, value, mask, key_lengths, score_tensors
@@ -187,20 +204,27 @@ class _Capture(SdpaMode):
                 f"{self._caller()} has key_lengths or a cache, which are not supported"
             )
         base = masks.full() if mask is None else mask
-        out = self._handled(query, key, value, base, module.options.get("scale"))
+        out = self._handled(query, key, value, base, module.options)
         return module.out_proj(out.transpose(1, 2).flatten(2))
 
     def _caller(self) -> str:
         return self.running[-1] if self.running else "the model"
 
-    def _handled(self, query: Tensor, key: Tensor, value: Tensor, base: Pattern, scale) -> Tensor:
+    def _handled(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        base: Pattern,
+        options: OptionKeywords,
+    ) -> Tensor:
         if query.shape[2] != key.shape[2]:
             raise ValueError(
                 f"{self._caller()} has {query.shape[2]} queries and {key.shape[2]} keys: only "
                 "self-attention of whole sequences is supported"
             )
         self.silent.discard(self._caller())
-        return self.handle(AttentionCall(self._caller(), query, key, value, base, scale))
+        return self.handle(AttentionCall(self._caller(), query, key, value, base, options))
 
 
 def _is_attention(module: nn.Module) -> bool:

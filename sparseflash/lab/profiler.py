@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import masks
-from masks import BlockMask, Pattern
+from masks import Pattern, plot
 from masks._parse import as_pattern
 from masks.progress import Progress
-from sparseflash._attention import attention
 from sparseflash.lab.capture import AttentionCall, attention_modules, captured, run, within
 from sparseflash.timing import median_ms
 
@@ -89,7 +88,12 @@ class Profile:
 
         Args:
             path: The file; its suffix selects the format.
+
+        Raises:
+            ValueError: The suffix of `path` is another one, or its folder does not exist.
+            OSError: The file cannot be written.
         """
+        plot.check_picture("path", Path(path))
         from matplotlib.figure import Figure  # it takes long to import
 
         from sparseflash.lab.suggestion import suggest
@@ -174,7 +178,7 @@ def profile(
     Reference:
         Jiang et al., "MInference 1.0", 2024 (attention mass).
     """
-    if isinstance(patterns, str):
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence):
         raise TypeError(f"patterns must be a list of patterns, got {patterns!r}")
     if not patterns:
         raise ValueError("patterns must have at least 1 entry, got none")
@@ -191,12 +195,25 @@ def profile(
                 raise ValueError(_error_without_calls(source))
             profiler.differentiate(value)
     else:
-        profiler.expected = len(source)
+        profiler.expected = len(_checked_layers(source))
         own = masks.causal() if causal else masks.full()
         with torch.no_grad():
             for i, tensors in enumerate(source):
-                profiler.add_layer(AttentionCall(f"layer {i}", *tensors, own, None))
+                profiler.add_layer(AttentionCall(f"layer {i}", *tensors, own, {}))
     return profiler.result()
+
+
+def _checked_layers(source: Any) -> Sequence[Sequence[Tensor]]:
+    """Raises TypeError unless it is a list of (query, key, value)."""
+    if not isinstance(source, Sequence):
+        raise TypeError(
+            f"source must be a model or a list of (query, key, value), got {type(source).__name__}"
+        )
+    for i, layer in enumerate(source):
+        if not isinstance(layer, Sequence) or len(layer) != 3:
+            got = len(layer) if isinstance(layer, Sequence) else type(layer).__name__
+            raise TypeError(f"source[{i}] must be (query, key, value), got {got}")
+    return source
 
 
 def _error_without_calls(model: nn.Module) -> str:
@@ -217,8 +234,8 @@ class _Profiler:
     """Collects recall, error and loss of one layer after another."""
 
     def __init__(self, patterns: Sequence[Pattern | str], progress: Progress | None):
-        self.texts = [p if isinstance(p, str) else p.name for p in patterns]
         self.patterns = [as_pattern(p) for p in patterns]
+        self.texts = [p if isinstance(p, str) else p.name for p in patterns]
         self.progress, self.expected, self.with_loss = progress, 0, False
         self.first: AttentionCall | None = None
         self.layers: list[str] = []
@@ -230,7 +247,7 @@ class _Profiler:
 
     def add_layer(self, call: AttentionCall) -> Tensor:
         """Adds a layer. Returns its output with the model's own mask."""
-        own = _attend(call, call.base)
+        own = call.attend(call.base)
         if not own[0].requires_grad and self.with_loss:
             own[0].requires_grad_()
         if self.first is None:
@@ -256,7 +273,7 @@ class _Profiler:
             for (call, out), grad in zip(self.outputs, grads, strict=True):
                 change = [torch.zeros(out.shape[1], dtype=torch.float64)]
                 for pattern in self.patterns:
-                    difference = _attend(call, within(pattern, call.base))[0] - out
+                    difference = call.attend(within(pattern, call.base))[0] - out
                     change.append(_head_sums(_upcast(grad) * _upcast(difference)).cpu())
                 losses.append(torch.stack(change, dim=1))
             self.loss = torch.stack(losses)
@@ -287,7 +304,7 @@ class _Profiler:
         errors = [torch.zeros(heads, dtype=torch.float64)]
         norm = _head_sums(_upcast(out).square())
         for pattern in self.patterns:
-            sparse, sparse_lse = _attend(call, within(pattern, call.base))
+            sparse, sparse_lse = call.attend(within(pattern, call.base))
             # Rounding of the two LSEs may give more than 1.
             mass = (sparse_lse - lse).exp().nan_to_num(0.0).clamp(max=1)
             recalls.append(mass.double().mean((0, 2)).cpu())
@@ -300,7 +317,7 @@ class _Profiler:
         for pattern in [call.base, *(within(p, call.base) for p in self.patterns)]:
             mask = pattern(call.query.shape[2], device=call.query.device)
             self.density.append(mask.density)
-            runs[str(len(runs))] = partial(_attend, call, mask)
+            runs[str(len(runs))] = partial(call.attend, mask)
         with torch.no_grad():
             times = median_ms(runs, call.query.device, SECONDS * len(runs))
         self.times += times.values()
@@ -314,10 +331,6 @@ class _Profiler:
                 f"layers must share heads, tokens and mask, got {sizes} in {call.module} beside "
                 f"{first_sizes} in {first.module}"
             )
-
-
-def _attend(call: AttentionCall, mask: Pattern | BlockMask) -> tuple[Tensor, Tensor]:
-    return attention(call.query, call.key, call.value, mask, scale=call.scale, return_lse=True)
 
 
 def _head_sums(values: Tensor) -> Tensor:

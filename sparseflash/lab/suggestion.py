@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +74,20 @@ def suggest(profile: Profile, budget: float, *, by: str = "recall") -> Suggestio
         The patterns, for the layers and heads of the profile.
 
     Raises:
+        TypeError: `profile` is not a Profile.
         ValueError: `by` is unknown, the profile has no loss, or the budget is outside (0, 1] or
             below the time of the fastest patterns.
 
     Reference:
         Sinha and Zoltners 1979, The multiple-choice knapsack problem.
     """
+    if not isinstance(profile, Profile):
+        raise TypeError(f"profile must be a Profile, got {type(profile).__name__}")
     lost = _lost(profile, by)
     times = profile.measured_ms.numpy() / profile.measured_ms.max().item()
     base = times[0]
-    if not 0 < budget <= 1:
-        raise ValueError(f"budget must be above 0 and at most 1, got {budget}")
+    if not isinstance(budget, Real) or not 0 < budget <= 1:
+        raise ValueError(f"budget must be above 0 and at most 1, got {budget!r}")
     layers, heads, _ = lost.shape
     max_time = budget * base * layers * heads
     chosen = np.full((layers, heads), int(times.argmin()))

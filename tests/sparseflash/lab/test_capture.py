@@ -4,8 +4,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import masks
-from sparseflash import lab
-from sparseflash._attention import attention
+from sparseflash import ScoreFunction, lab
 from sparseflash.lab.capture import captured, run, within
 from sparseflash.nn import SparseAttention, SparseEncoderLayer
 
@@ -57,10 +56,9 @@ def test_first_order_loss_is_the_slope_of_the_loss():
         calls = []
 
         def mix(call):
-            out = attention(call.query, call.key, call.value, call.base, scale=call.scale)
+            out = call.attend(call.base)[0]
             if len(calls) == layer:
-                near = within(masks.local(8), call.base)
-                sparse = attention(call.query, call.key, call.value, near, scale=call.scale)
+                sparse = call.attend(within(masks.local(8), call.base))[0]
                 out[:, head] += t * (sparse - out)[:, head]
             calls.append(call.module)
             return out
@@ -103,6 +101,16 @@ def test_modules_of_sparseflash_are_profiled_within_their_pattern():
     assert torch.equal(model(x), before)
     loss = lab.profile(model, ["local(8)"], x, loss=lambda out: out.square().sum()).loss
     assert loss is not None
+
+
+def test_modules_attend_with_their_own_options():
+    halved = ScoreFunction.from_torch("halved in the lab", lambda score, *rest: score / 2)
+    module = SparseAttention(32, HEADS, softcap=0.2, score=halved, scale=3.0).eval()
+    x = torch.randn(1, TOKENS, 32)
+    found = []
+    with captured(module, lambda call: found.append(call.attend(call.base)[0]) or found[0]):
+        assert torch.equal(module(x), module.out_proj(found[0].transpose(1, 2).flatten(2)))
+    assert torch.equal(module(x), module.out_proj(found[0].transpose(1, 2).flatten(2)))
 
 
 class OwnAttention(nn.Module):
@@ -161,6 +169,21 @@ def test_modules_with_lengths_are_refused_and_restored():
     with pytest.raises(ValueError, match="score_tensors"):
         lab.profile(module, ["local(8)"], {"x": x, "score_tensors": [torch.zeros(9)]})
     assert "_attend" not in vars(module)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"inputs": None}, "inputs must be the arguments of the model, got None"),
+        ({"loss": 3}, "loss must be a function of the output, got 3"),
+        ({"loss": lambda out: 3.0}, "loss must return a tensor, got float"),
+        ({"loss": lambda out: out}, r"loss must return one number, got \(1, 64, 32\)"),
+    ],
+)
+def test_inputs_and_losses_of_other_kinds_are_refused(arguments, named):
+    good = {"inputs": torch.randn(1, TOKENS, 32), "loss": torch.mean}
+    with pytest.raises((TypeError, ValueError), match=named):
+        lab.profile(SparseAttention(32, HEADS), ["local(8)"], **(good | arguments))
 
 
 def test_models_without_a_loss_and_other_layers_are_refused(language_model):

@@ -73,6 +73,8 @@ def test_plot_is_a_picture(tmp_path):
     found.plot(tmp_path / "pareto.png")
     assert imread(tmp_path / "pareto.png").std() > 0
     found.plot(tmp_path / "pareto.svg")
+    with pytest.raises(ValueError, match=r"path must end in \.png, .*, got .*pareto\.txt"):
+        found.plot(tmp_path / "pareto.txt")
 
 
 def test_progress_counts_layers():
@@ -88,6 +90,16 @@ def test_layers_of_other_shapes_are_refused():
         lab.profile(tensors(1), [])
     with pytest.raises(TypeError, match="patterns must be a list"):
         lab.profile(tensors(1), "local(20)")
+    with pytest.raises(TypeError, match=r"patterns must be a list of patterns, got local\(20\)"):
+        lab.profile(tensors(1), masks.local(20))
+    with pytest.raises(TypeError, match="pattern must be a Pattern or its text, got BlockMask"):
+        lab.profile(tensors(1), [masks.local(20)(80)])
+    with pytest.raises(TypeError, match=r"source\[0\] must be \(query, key, value\), got Tensor"):
+        lab.profile(tensors(1)[0], PATTERNS)
+    with pytest.raises(TypeError, match=r"source\[0\] must be \(query, key, value\), got 2"):
+        lab.profile([tensors(1)[0][:2]], PATTERNS)
+    with pytest.raises(TypeError, match=r"source must be a model or a list .*, got int"):
+        lab.profile(3, PATTERNS)
     with pytest.raises(ValueError, match="at least 1 layer"):
         lab.profile([], PATTERNS)
     with pytest.raises(ValueError, match=r"Linear cannot be hooked: .* no module of it is named"):

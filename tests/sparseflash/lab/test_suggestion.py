@@ -72,6 +72,7 @@ def test_file_is_what_sparsify_reads(tmp_path):
     [
         ({"budget": 0}, "budget must be above 0"),
         ({"budget": 1.5}, "budget must be above 0"),
+        ({"budget": "1"}, "budget must be above 0 and at most 1, got '1'"),
         ({"budget": 0.05}, "at least 0.1,"),
         ({"budget": 0.5, "by": "loss"}, "profile has no loss"),
         ({"budget": 0.5, "by": "speed"}, "by must be one of"),
@@ -80,3 +81,8 @@ def test_file_is_what_sparsify_reads(tmp_path):
 def test_bad_input_is_named(arguments, named):
     with pytest.raises(ValueError, match=named):
         suggest(profile_of([10, 1], torch.rand(1, 1, 2)), **arguments)
+
+
+def test_something_else_than_a_profile_is_refused():
+    with pytest.raises(TypeError, match="profile must be a Profile, got int"):
+        suggest(3, 1.0)
