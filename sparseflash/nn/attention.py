@@ -82,10 +82,12 @@ class SparseAttention(nn.Module):
         self.value_dim = self.head_dim
         if value_dim is not None:
             self.value_dim = check_integer("value_dim", value_dim, least=1)
-        got = getattr(rotary, "head_dim", rotary)  # itself if it is not a Rotary
-        if rotary is not None and got != self.head_dim:
+        if not isinstance(rotary, Rotary | None):
+            raise TypeError(f"rotary must be a Rotary or None, got {rotary!r}")
+        if rotary is not None and rotary.head_dim != self.head_dim:
             raise ValueError(
-                f"rotary must have head_dim {self.head_dim} (embed_dim / num_heads), got {got}"
+                f"rotary must have head_dim {self.head_dim} (embed_dim / num_heads), got "
+                f"{rotary.head_dim}"
             )
         if not isinstance(dropout, Real) or not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
@@ -176,14 +178,17 @@ class SparseAttention(nn.Module):
             (batch, seq, embed_dim), in the dtype of x.
 
         Raises:
+            TypeError: `x` or `memory` is not floating-point, or `cache` has another type.
             ValueError: A shape is wrong; memory is given with a cache or a rotary embedding; or
                 the cache has tokens and the score function depends on the position of the query,
                 which would be counted from the first token of x.
             TypeError, ValueError, BackendError: As in sparseflash.attention.
         """
-        for name, tokens in (("x", x), ("memory", memory)):
-            if tokens is not None:
-                self._check(name, tokens)
+        self._check("x", x)
+        if memory is not None:
+            self._check("memory", memory)
+        if not isinstance(cache, KeyValueCache | None):
+            raise TypeError(f"cache must be a KeyValueCache or None, got {type(cache).__name__}")
         if memory is not None and (cache is not None or self.rotary is not None):
             raise ValueError("memory must be None with a cache or a rotary embedding")
         query, key, value = self._projected(x, memory)

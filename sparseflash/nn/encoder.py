@@ -90,12 +90,13 @@ class SparseEncoderLayer(nn.Module):
             raise ValueError("src_mask must be None and is_causal False: the pattern is the mask")
         lengths = None
         if src_key_padding_mask is not None:
-            if src_key_padding_mask.shape != src.shape[:2]:
+            padding = src_key_padding_mask
+            got = tuple(padding.shape) if isinstance(padding, Tensor) else type(padding).__name__
+            if got != tuple(src.shape[:2]):
                 raise ValueError(
-                    f"src_key_padding_mask must be {tuple(src.shape[:2])} like src, got "
-                    f"{tuple(src_key_padding_mask.shape)}"
+                    f"src_key_padding_mask must be {tuple(src.shape[:2])} like src, got {got}"
                 )
-            lengths = lengths_of(src_key_padding_mask)
+            lengths = lengths_of(padding)
         if self.norm_first:
             src = src + self._attend(self.norm1(src), lengths, score_tensors)
             return src + self._feed_forward(self.norm2(src))

@@ -349,7 +349,7 @@ def test_copies_share_their_pattern():
         (lambda: SparseAttention.from_torch(None), "module must be a torch.nn.*, got NoneType"),
         (lambda: KeyValueCache(1, 4, 5, 8, dtype="bf16"), "dtype must be .*, got 'bf16'"),
         (lambda: SparseAttention(32, 4, rotary=Rotary(16)), "rotary must have head_dim 8"),
-        (lambda: SparseAttention(32, 4, rotary=True), "rotary must have head_dim 8 .* got True"),
+        (lambda: SparseAttention(32, 4, rotary=8), "rotary must be a Rotary or None, got 8"),
         (lambda: SparseAttention.from_torch(torch_attention(add_bias_kv=True)), "add_bias_kv"),
         (lambda: SparseAttention.from_torch(torch_attention(add_zero_attn=True)), "add_zero_attn"),
         (lambda: Rotary(7), "head_dim must be even"),
@@ -401,6 +401,14 @@ def test_copies_share_their_pattern():
                 torch.zeros(1, 2, 32), src_key_padding_mask=torch.tensor([[0.0, 1.0]])
             ),
             "be 0 or -inf if float",
+        ),
+        (
+            lambda: SparseEncoderLayer(32, 4)(torch.zeros(1, 2, 32), src_key_padding_mask=[[0]]),
+            r"src_key_padding_mask must be \(1, 2\) like src, got list",
+        ),
+        (
+            lambda: SparseAttention(32, 4)(torch.zeros(1, 2, 32), cache={}),
+            "cache must be a KeyValueCache or None, got dict",
         ),
         (lambda: SparseEncoderLayer(32, 4, activation="tanh"), "activation must be a function or"),
     ],
