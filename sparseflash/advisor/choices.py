@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from textwrap import wrap
 
@@ -13,7 +14,14 @@ from masks._core.grid import BLOCK_SIDES
 from masks._parse import as_pattern
 from masks.analysis import receptive_field
 from masks.analysis.counts import attended_pairs, computed_pairs
-from masks.arguments import check_sizes
+from masks.arguments import (
+    check_floating_dtype,
+    check_integer,
+    check_integers,
+    check_sizes,
+    checked_device,
+)
+from masks.plot import check_picture
 from masks.progress import Progress
 from sparseflash import io_model
 from sparseflash._attention import attention
@@ -42,7 +50,8 @@ class Workload:
         dtype: Dtype of query, key and value.
 
     Raises:
-        TypeError, ValueError: A size is not an integer of at least 1, or the device is unknown.
+        TypeError, ValueError: A size is not an integer of at least 1, the device is unknown, or
+            the dtype is not floating-point.
     """
 
     seq_len: int
@@ -57,6 +66,7 @@ class Workload:
     def __post_init__(self) -> None:
         sizes = {"seq_len": self.seq_len, "batch": self.batch}
         check_sizes(**sizes, heads=self.heads, head_dim=self.head_dim)
+        check_floating_dtype("dtype", self.dtype)
         io_model.device_named(self.device)
 
     def __str__(self) -> str:
@@ -142,6 +152,7 @@ def block_sizes(
     Raises:
         TypeError, ValueError: As Pattern and io_model.attention do.
     """
+    sides = check_integers("sides", sides)
     choices = (_choice(pattern, workload.mask(pattern, side), workload) for side in sides)
     return sorted(choices, key=lambda choice: choice.predicted_ms)
 
@@ -181,13 +192,15 @@ def search(
         no candidate satisfies the conditions.
 
     Raises:
-        TypeError: `patterns` is not a list.
-        ValueError: `connected` is outside (0, 1], or a pattern cannot be parsed.
+        TypeError: `patterns` is not a list, or a number is not an integer.
+        ValueError: `connected` is outside (0, 1], `layers` or `most` is below 1, or a pattern
+            cannot be parsed.
     """
     if isinstance(patterns, str):
         raise TypeError(f"patterns must be a list of patterns, got {patterns!r}")
-    if not 0 < connected <= 1:
-        raise ValueError(f"connected must be above 0 and at most 1, got {connected}")
+    if not isinstance(connected, Real) or not 0 < connected <= 1:
+        raise ValueError(f"connected must be above 0 and at most 1, got {connected!r}")
+    layers, most = check_integer("layers", layers, 1), check_integer("most", most, 1)
     texts = families(workload.seq_len, block_size) if patterns is None else patterns
     compiled = [(text, workload.mask(text, block_size)) for text in texts]
     ranked = sorted(
@@ -246,8 +259,9 @@ def measure(
         The choices with measured_ms, least time first.
 
     Raises:
-        RuntimeError: The device does not exist.
+        ValueError: The device does not exist.
     """
+    device = checked_device(device)
     shape = (workload.batch, workload.heads, workload.seq_len, workload.head_dim)
     inputs = [torch.randn(shape, device=device, dtype=workload.dtype) for _ in range(3)]
     grad = torch.randn_like(inputs[0])
@@ -293,8 +307,13 @@ def plot(
         connected: Share of pairs at which a line is drawn.
 
     Raises:
+        ValueError: There is no choice, the suffix of `path` is another one, or its folder does not
+            exist.
         OSError: The file cannot be written.
     """
+    if not choices:
+        raise ValueError("choices must have at least 1 entry, got none")
+    check_picture("path", Path(path))
     from matplotlib.figure import Figure  # it takes long to import
 
     figure = Figure(figsize=(7.5, 4), layout="constrained")

@@ -140,6 +140,13 @@ def test_plots_are_pictures(tmp_path):
         (lambda: Workload(0), "seq_len must be at least 1"),
         (lambda: Workload(1024.5), "seq_len must be an integer"),
         (lambda: search(SMALL, layers=2, patterns="local(3)"), "patterns must be a list"),
+        (lambda: Workload(1024, dtype=torch.int8), "dtype must be a floating-point torch.dtype"),
+        (lambda: search(SMALL, layers=2, connected="1"), "connected must be above 0 .* got '1'"),
+        (lambda: search(SMALL, layers=2, most=0), "most must be at least 1, got 0"),
+        (lambda: block_sizes("local(3)", SMALL, sides=64), "sides must be a sequence of integers"),
+        (lambda: measure([], SMALL, "gpu"), "device must be one of torch, .* got 'gpu'"),
+        (lambda: plot([], "x.png"), "choices must have at least 1 entry, got none"),
+        (lambda: plot(block_sizes("local(3)", SMALL), "x.txt"), "path must end in .png"),
     ],
 )
 def test_bad_input_is_named(call, named):
