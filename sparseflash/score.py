@@ -457,11 +457,11 @@ def _trace(
             module = make_fx(function, _decompositions())(score, *arguments)
     except TypeError as error:
         raise TypeError(f"score function {name!r} cannot be traced: {error}") from error
-    except RuntimeError as error:
+    except (IndexError, RuntimeError) as error:
         raise ValueError(
-            f"score function {name!r} cannot be traced. It must not branch on its arguments (use "
-            "torch.where), and with them it may index only tensors that it gets as arguments "
-            f"(see tensors of ScoreFunction.from_torch): {error}"
+            f"score function {name!r} cannot be traced. Its arguments are scalars: it must not "
+            "branch on them (use torch.where), and with them it may index only tensors that it "
+            f"gets as arguments (see tensors of ScoreFunction.from_torch): {error}"
         ) from error
     for node in module.graph.nodes:
         operation, _, overload = str(node.target).removeprefix("aten.").partition(".")

@@ -430,6 +430,7 @@ REFUSED = {
     "a power of 3 is not translated": lambda s, batch, head, q, k: torch.where(3**k > 9, s, -s),
     "the operation __rshift__ is not translated": lambda s, batch, head, q, k: s + (q >> 2),
     "cannot be traced": lambda s, *pair: s if s > 0 else -s,
+    "Its arguments are scalars": lambda s, *pair: s / s.shape[0],
     "it may index only tensors that it gets": lambda s, batch, head, *pair: s + TABLE[head],
     "f must have a floating-point dtype, got torch.bool": lambda s, *pair: s > 0,
     "more than one element must be a score tensor": lambda s, *pair: s + TABLE.sum(),
