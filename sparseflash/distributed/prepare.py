@@ -305,10 +305,8 @@ def prepare(
     plan.check_length("key", key, rank, 2)
     checked = AttentionOptions(**options)
     read = checked_score_tensors(checked.score, score_tensors, query)
-    if bias is not None:
-        bias = arguments.checked_bias(bias, query, plan.seq_len, plan.seq_len)
-    if sinks is not None:
-        arguments.check_sinks(sinks, query)
+    bias = arguments.checked_bias(bias, query, plan.seq_len, plan.seq_len)
+    arguments.check_sinks(sinks, query)
     if mask is not None:
         _check_selected(mask, plan, rank)
     if group is None and len(plan.shared):

@@ -62,8 +62,9 @@ def register(
         backend: As in sparseflash.attention.
 
     Raises:
-        TypeError: `name` is not a string.
-        ValueError: `name` contains "flash". A call with a position_bias also raises it.
+        TypeError: `name` is not a string, or `pattern` has another type.
+        ValueError: `name` contains "flash", or a text is not a pattern. A call with a
+            position_bias also raises it.
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {name!r}")
