@@ -12,6 +12,7 @@ from masks._pattern import Pattern
 from masks.analysis import receptive_field
 from masks.analysis.counts import attended_pairs, computed_pairs, keys_per_query
 from masks.analysis.graph import as_list
+from masks.arguments import check_integer
 from masks.block_mask import BlockMask
 
 MAX_IMBALANCE = 4.0  # blocks in the longest row over the mean
@@ -73,7 +74,8 @@ def lint(
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: `ignore` has an unknown rule, there are no masks, or lengths differ.
+        ValueError: `ignore` has an unknown rule, there are no masks, lengths differ, or `layers`
+            is below 1.
     """
     if within is not None and not isinstance(within, Pattern):
         raise TypeError(f"within must be a Pattern or None, got {within!r}")
@@ -81,9 +83,12 @@ def lint(
         raise TypeError(f"ignore must be a list of rules, got {ignore!r}")
     if unknown := [rule for rule in ignore if rule not in [*RULES]]:
         raise ValueError(f"ignore must be a list of rules in {[*RULES]}, got {unknown}")
-    single = isinstance(masks, BlockMask)
     given = as_list(masks)
-    context = _Context(given, within, layers if single else layers or len(given))
+    if layers is not None:
+        layers = check_integer("layers", layers, least=1)
+    elif not isinstance(masks, BlockMask):
+        layers = len(given)
+    context = _Context(given, within, layers)
     return [
         Finding(rule, *fields)
         for rule, find in RULES.items()

@@ -109,6 +109,10 @@ def test_rules_can_be_left_out_and_unknown_ones_are_refused():
         lint(mask, within="causal")
     with pytest.raises(TypeError, match="masks must be a BlockMask or a list"):
         lint(masks.full())
+    with pytest.raises(ValueError, match="layers must be at least 1, got 0"):
+        lint([mask, mask], layers=0)
+    with pytest.raises(TypeError, match="layers must be an integer, got '2'"):
+        lint(mask, layers="2", ignore=["dead-layers"])
 
 
 def test_findings_come_in_the_order_of_the_rules():
