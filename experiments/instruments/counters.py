@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.progress import track
@@ -31,6 +31,10 @@ from experiments.cli import (
 )
 from experiments.instruments import Log, command
 from experiments.record import ANY_ORDER, OURS, is_ours
+
+if TYPE_CHECKING:
+    from experiments.pattern_families import Problem as MaskProblem
+    from experiments.pattern_families import Size
 
 NANOSECONDS, CYCLES = "gpu__time_duration.sum", "sm__cycles_elapsed.max"
 # Units of the GPU, and the counter of the utilisation of each.
@@ -162,15 +166,13 @@ def run_passes(name: str, implementation: str) -> None:
     import torch
 
     from experiments.measure import make_attend
-    from experiments.pattern_families import KNOWN, Single
-    from experiments.suites import TOKENS, Shape, at_random
+    from experiments.suites import TOKENS, Shape
 
-    heads, seq_len, head_dim, side, pattern, _ = PROBLEMS[name]
-    shape = Shape(TOKENS // seq_len, heads, seq_len, head_dim)
-    family = KNOWN.get(pattern) or Single("random 1/16", at_random(16, seq_len, side))
-    (problem,), _ = family.choose(shape.size(side), ())
+    chosen = PROBLEMS[name]
+    shape = Shape(TOKENS // chosen.seq_len, chosen.heads, chosen.seq_len, chosen.head_dim)
+    problem = with_mask(chosen, shape.size(chosen.side))
     attend = make_attend(implementation, problem)
-    sizes = (4, shape.batch, heads, seq_len, head_dim)
+    sizes = (4, shape.batch, shape.heads, shape.seq_len, shape.head_dim)
     *leaves, grad_out = torch.randn(sizes, dtype=torch.bfloat16, device="cuda").unbind()
     leaves = [leaf.requires_grad_() for leaf in leaves]
     for profiled in (False, True):
@@ -180,6 +182,19 @@ def run_passes(name: str, implementation: str) -> None:
         torch.autograd.grad(attend(*leaves), leaves, grad_out)
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
+
+
+def with_mask(problem: Problem, size: "Size") -> "MaskProblem":
+    """The mask of a problem, with what baselines need of it."""
+    from experiments.pattern_families import KNOWN, Single
+    from experiments.suites import at_random
+
+    if problem.pattern == "random":
+        family = Single("random 1/16", at_random(16, problem.seq_len, problem.side))
+    else:
+        family = KNOWN[problem.pattern]
+    (found,), _ = family.choose(size, ())
+    return found
 
 
 def profiled(problem: str, implementation: str) -> list[Row]:

@@ -13,7 +13,9 @@ compared with those of the all-gather. On CPUs it uses gloo and small sizes.
   --dry-run it only plans and predicts, and needs no other process.
 - An implementation that does not fit the memory of a device is skipped, and the record says so.
 - A time is the median over runs of the slowest rank. Ranks start each run at the same time, and
-  GPUs are busy for a while before, because a rested GPU has a higher clock.
+  GPUs are busy for a while before, because a rested GPU has a higher clock. The host is ahead of
+  the GPU at the start, as in a training step, so that the time before the first kernel is launched
+  is not part of it.
 - Exposed communication is the time minus the time of the same run without exchanges, both timed in
   turn. The single rank is timed after the others, when devices have been under load.
 - Weak efficiency compares the useful FLOP/s of a rank with those of a single rank, because with

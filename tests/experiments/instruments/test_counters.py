@@ -9,6 +9,7 @@ from typer import BadParameter
 
 import sparseflash
 from experiments.instruments import counters
+from experiments.pattern_families import Size
 from tests.helpers.instruments import pretend_gpu
 
 PRINTED = """\
@@ -65,6 +66,16 @@ def test_what_is_known_is_written_after_every_problem(monkeypatch, tmp_path):
 def test_baselines_are_profiled_on_masks_that_they_know(problem, names):
     found = counters.implementations(counters.PROBLEMS[problem], "auto", ("cudnn", "flash4"))
     assert list(found) == names
+
+
+@pytest.mark.parametrize(("name", "problem"), counters.PROBLEMS.items())
+def test_every_problem_has_a_mask(name, problem):
+    size = Size(problem.seq_len, problem.side, torch.device("cpu"))
+    found = counters.with_mask(problem, size)
+    # At random 1/16 has all blocks of the diagonal, too.
+    density = {"full": 1.0, "causal": 0.5, "random": 1 / 16}[problem.pattern]
+    assert found.density == pytest.approx(density, rel=0.2)
+    assert found.label == ("random 1/16" if problem.pattern == "random" else problem.pattern)
 
 
 def test_a_baseline_may_fail_and_ours_may_not(monkeypatch, tmp_path, capsys):
