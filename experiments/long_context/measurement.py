@@ -33,6 +33,7 @@ MAX_RUNS = 10
 # Cycles, some 2 ms, for which a GPU waits before a run, so that the host is ahead of it as in a
 # training step, where the first kernel of attention is launched while others still run.
 LEAD = 4_000_000
+EXCHANGED = {"cuda": (2**20, 2**24, 2**28, 2**30), "cpu": (2**16, 2**20)}  # bytes of a rank
 OWN = (Way.PLAN, 1)  # the reference of efficiency
 TIMEOUT = timedelta(minutes=5)
 USABLE = 0.95  # the part of the memory of a device that a run may need
@@ -107,6 +108,29 @@ def start() -> torch.device:
         return device
     dist.init_process_group("gloo", timeout=TIMEOUT)
     return torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An all-to-all in which every rank receives `received` bytes, and its milliseconds."""
+
+    ranks: int
+    received: int
+    milliseconds: float
+
+
+def exchanges(setting: Setting) -> list[Exchange]:
+    """The times of all-to-alls of EXCHANGED bytes, from which `calibrate` has the bandwidth."""
+    ranks, found = dist.get_world_size(setting.group), []
+    for size in EXCHANGED[setting.device.type]:
+        share = size // (ranks - 1)
+        splits = [0 if rank == setting.rank else share for rank in range(ranks)]
+        sent, received = torch.zeros(2, sum(splits), dtype=torch.uint8, device=setting.device)
+        run = partial(
+            dist.all_to_all_single, received, sent, splits, splits, group=setting.group
+        )
+        found.append(Exchange(ranks, len(received), _times(setting, (run,))[0]))
+    return found
 
 
 def agreed(mine: bool, device: torch.device) -> bool:

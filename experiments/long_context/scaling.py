@@ -111,6 +111,13 @@ def main(
     if not dry_run:
         # All ranks make all groups.
         groups = {n: cast(dist.ProcessGroup, dist.new_group(list(range(n)))) for n in counts}
+        if count > 1:
+            setting = measurement.Setting(kind, sizes, groups[counts[-1]], rank, device)
+            if rank < counts[-1]:
+                exchanged = [asdict(each) for each in measurement.exchanges(setting)]
+                if log is not None:
+                    log.facts["exchanges"] = exchanged
+            dist.barrier()
         for case in measured_order(found):
             left = seconds - (time.monotonic() - begin)
             if not measurement.agreed(left > 0, device):

@@ -280,6 +280,10 @@ def check_record(folder, kind, ranks, only):
     record = json.loads(path.read_text())
     rows, counts = record["rows"], [n for n in (1, 2, 4) if n <= ranks]
     assert record["complete"]
+    assert [each["ranks"] for each in record["exchanges"]] == [ranks, ranks]
+    share = 2**20 // (ranks - 1)
+    assert record["exchanges"][1]["received"] == share * (ranks - 1)
+    assert all(each["milliseconds"] > 0 for each in record["exchanges"])
     assert path.with_suffix(".svg").exists()
     assert len(rows) == len(only) * (2 + 3 * (len(counts) - 1))
     assert {row["seq_len"] for row in rows} == {512 * n if kind == "weak" else 512 for n in counts}
