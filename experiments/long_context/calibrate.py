@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from sparseflash.distributed.simulation import Demand, Machine
 
 RATES = ("tflops", "backward_tflops", "bandwidth", "latency_us", "call_us", "memory")
+LEAST_LATENCY = 1e-3  # milliseconds: the fit of a machine is one of logarithms
+Rates = dict[str, float]
 MOVED = 0.1  # change of the logarithm of a rate by which it is seen whether a time depends on it
 TOLERANCE = 1e-12  # relative change of the loss and of the rates at which a fit ends
 OUTLIER = 0.2  # difference of logarithms above which the loss is no longer quadratic
@@ -84,8 +86,8 @@ def main(
 ) -> None:
     """Fit the rates of a machine, and predict each pattern from the other patterns."""
     with usage_errors():
-        device, points = read(records)
-        machine, rows = fitted(points), held_out(points)
+        device, points, known = read(records)
+        machine, rows = fitted(points, known), held_out(points, known)
     errors = [abs(row.total_error) for row in rows]
     facts = {
         "machine": asdict(machine),
@@ -109,15 +111,15 @@ def main(
     print(", ".join(f"{name} {getattr(machine, name):.4g}" for name in RATES))
 
 
-def read(records: Sequence[Path]) -> tuple[str, list[Point]]:
-    """The device of all records, and the plans that were measured in them.
+def read(records: Sequence[Path]) -> tuple[str, list[Point], Rates]:
+    """The device of all records, the plans that were measured in them, and the known rates.
 
     Raises:
         ValueError: A file is not a record of scaling, or the records have different devices.
     """
     from sparseflash.distributed.simulation import Demand
 
-    devices, points = {}, []
+    devices, points, exchanges = {}, [], []
     for path in records:
         try:
             found = json.loads(path.read_text())
@@ -134,27 +136,56 @@ def read(records: Sequence[Path]) -> tuple[str, list[Point]]:
                 for row in found["rows"]
                 if row["implementation"] == Way.PLAN
             ]
+            exchanges += [
+                (each["received"], each["milliseconds"]) for each in found.get("exchanges", ())
+            ]
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"file {path} must be a record of scaling: {error!r}") from error
     if len(devices) > 1:
         raise ValueError(f"records must be of one device, got {sorted(devices)}")
-    return next(iter(devices)), points
+    return next(iter(devices)), points, of_exchanges(exchanges)
 
 
-def fitted(points: Sequence[Point]) -> "Machine":
-    """The machine whose predicted times are closest to the measured times.
+def of_exchanges(measured: Sequence[tuple[int, float]]) -> Rates:
+    """Bandwidth and latency of measured exchanges; none if there are fewer than two sizes.
+
+    Least squares of (latency + bytes / bandwidth) / measured time - 1.
+
+    Args:
+        measured: (bytes that a rank receives, milliseconds) of each.
+
+    Raises:
+        ValueError: Larger exchanges did not take longer.
+    """
+    import numpy
+    from scipy.optimize import nnls
+
+    if len({received for received, _ in measured}) < 2:
+        return {}
+    received, milliseconds = numpy.array(measured, dtype=float).T
+    columns = numpy.stack([1 / milliseconds, received / milliseconds], 1)
+    (latency, slope), _ = nnls(columns, numpy.ones(len(measured)))
+    if not slope > 0:
+        raise ValueError(f"larger exchanges must take longer, got {sorted(measured)}")
+    return {"bandwidth": 1 / (slope * 1e6), "latency_us": max(latency, LEAST_LATENCY) * 1e3}
+
+
+def fitted(points: Sequence[Point], known: Rates) -> "Machine":
+    """The machine with the known rates whose predicted times are closest to the measured times.
 
     A rate on which no point depends, such as the bandwidth if all points have one rank, keeps its
     default.
     """
     from sparseflash.distributed.simulation import Machine
 
-    start = Machine(backward_tflops=Machine.tflops, call_us=10.0)
+    start = replace(Machine(backward_tflops=Machine.tflops, call_us=10.0), **known)
     # Points of one rank give the rates of blocks, from which the fit of all points starts.
-    start = _nearest([point for point in points if point.ranks == 1], start)
+    start = _nearest([point for point in points if point.ranks == 1], start, known)
     # An exchange that is hidden at the start says nothing of how much slower it may be.
-    starts = [replace(start, bandwidth=start.bandwidth / slower) for slower in (1, 10, 100)]
-    return min((_nearest(points, each) for each in starts), key=lambda found: _loss(points, found))
+    slower = (1,) if known else (1, 10, 100)
+    starts = [replace(start, bandwidth=start.bandwidth / factor) for factor in slower]
+    found = [_nearest(points, each, known) for each in starts]
+    return min(found, key=lambda each: _loss(points, each))
 
 
 def _loss(points: Sequence[Point], machine: "Machine") -> float:
@@ -166,7 +197,7 @@ def _loss(points: Sequence[Point], machine: "Machine") -> float:
     return float(f"{(numpy.sqrt(1 + residuals**2) - 1).sum():.3e}")
 
 
-def held_out(points: Sequence[Point]) -> list[Row]:
+def held_out(points: Sequence[Point], known: Rates) -> list[Row]:
     """Each point, predicted by the machine that is fitted to the points of other patterns.
 
     Raises:
@@ -177,7 +208,7 @@ def held_out(points: Sequence[Point]) -> list[Row]:
         raise ValueError(f"records must be of two patterns or more, got {patterns}")
     rows = []
     for pattern in patterns:
-        machine = fitted([point for point in points if point.pattern != pattern])
+        machine = fitted([point for point in points if point.pattern != pattern], known)
         rows += [_row(point, machine) for point in points if point.pattern == pattern]
     return rows
 
@@ -193,8 +224,8 @@ def _row(point: Point, machine: "Machine") -> Row:
     )
 
 
-def _nearest(points: Sequence[Point], start: "Machine") -> "Machine":
-    """The machine closest to the points, fitted from a start with positive rates."""
+def _nearest(points: Sequence[Point], start: "Machine", known: Rates) -> "Machine":
+    """The machine closest to the points, fitted from a start with positive and known rates."""
     import numpy
     from scipy.optimize import least_squares
 
@@ -211,7 +242,10 @@ def _nearest(points: Sequence[Point], start: "Machine") -> "Machine":
 
     # Only rates on which a time depends; a fit would let the others drift.
     changes = numpy.eye(len(RATES)) * MOVED
-    moved = [bool((times(before + change) != times(before)).any()) for change in changes]
+    moved = [
+        name not in known and bool((times(before + change) != times(before)).any())
+        for name, change in zip(RATES, changes, strict=True)
+    ]
     free = numpy.flatnonzero(moved)
 
     def whole(chosen: "numpy.ndarray") -> "numpy.ndarray":

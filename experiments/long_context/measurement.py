@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,9 @@ TOLERANCE = (
 SETTLE_S = 0.3  # time for runs before an implementation is timed: rested GPUs have higher clocks
 BUDGET_S = 1.0  # time for the runs of one pass, or of both, of one implementation
 MAX_RUNS = 10
-# Cycles, some 2 ms, for which a GPU waits before a run, so that the host is ahead of it as in a
-# training step, where the first kernel of attention is launched while others still run.
-LEAD = 4_000_000
+# The side of a product before each run, 1.5 ms on an H200: as in a training step the GPU is busy
+# when the first kernel of attention is launched, so that the host is ahead of it.
+BEFORE = 8192
 EXCHANGED = {"cuda": (2**20, 2**24, 2**28, 2**30), "cpu": (2**16, 2**20)}  # bytes of a rank
 OWN = (Way.PLAN, 1)  # the reference of efficiency
 TIMEOUT = timedelta(minutes=5)
@@ -126,9 +126,7 @@ def exchanges(setting: Setting) -> list[Exchange]:
         share = size // (ranks - 1)
         splits = [0 if rank == setting.rank else share for rank in range(ranks)]
         sent, received = torch.zeros(2, sum(splits), dtype=torch.uint8, device=setting.device)
-        run = partial(
-            dist.all_to_all_single, received, sent, splits, splits, group=setting.group
-        )
+        run = partial(dist.all_to_all_single, received, sent, splits, splits, group=setting.group)
         found.append(Exchange(ranks, len(received), _times(setting, (run,))[0]))
     return found
 
@@ -345,7 +343,7 @@ def _once(setting: Setting, run: Callable[[], object]) -> float:
     if setting.device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        torch.cuda._sleep(LEAD)
+        _keep_busy(setting.device)
         begin.record()
         run()
         end.record()
@@ -356,6 +354,19 @@ def _once(setting: Setting, run: Callable[[], object]) -> float:
         run()
         found = (time.perf_counter() - start) * 1e3
     return _over_ranks(setting, found)
+
+
+def _keep_busy(device: torch.device) -> None:
+    """Launches a product on a GPU; `begin` of a run follows it."""
+    factor, product = _product(device)
+    torch.mm(factor, factor, out=product)
+
+
+@lru_cache
+def _product(device: torch.device) -> tuple[Tensor, Tensor]:
+    """A matrix and the memory of its square."""
+    factor = torch.randn(BEFORE, BEFORE, device=device, dtype=torch.bfloat16)
+    return factor, torch.empty_like(factor)
 
 
 def _over_ranks(setting: Setting, number: float) -> float:

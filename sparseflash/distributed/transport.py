@@ -13,6 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from sparseflash.distributed.plan import ContextPlan
 
 Group = ProcessGroup | DeviceMesh | None
+# Cycles, some 20 us, for which the next kernel waits after an exchange was started. Both become
+# ready at the same time; if a kernel of attention is first, its CTAs take every multiprocessor,
+# and the exchange waits until they end.
+HEAD_START = 40_000
 
 
 def process_group_of(group: Group, ranks: int) -> ProcessGroup | None:
@@ -59,6 +63,8 @@ class Exchange:
             self._work = dist.all_to_all_single(
                 *(self._received, source, receive_splits, send_splits, group), async_op=True
             )
+        if source.is_cuda:
+            torch.cuda._sleep(HEAD_START)
 
     def wait(self) -> Tensor:
         """The received rows. On a GPU the current stream waits for them, on a CPU the caller."""

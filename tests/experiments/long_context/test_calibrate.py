@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from experiments.long_context import calibrate
-from experiments.long_context.calibrate import Point, fitted, held_out, read
+from experiments.long_context.calibrate import Point, fitted, held_out, of_exchanges, read
 from experiments.long_context.cases import Kind, cases, predicted
 from sparseflash.distributed.simulation import Attention, Machine
 
@@ -32,27 +32,46 @@ def points(said):
 
 
 def test_the_rates_of_a_known_machine_are_found(points):
-    machine = fitted(points)
+    machine = fitted(points, {})
     for name in calibrate.RATES:
         assert getattr(machine, name) == pytest.approx(getattr(KNOWN, name), rel=0.02), name
 
 
 def test_one_rank_leaves_the_exchange_as_it_was(points):
-    machine = fitted([point for point in points if point.ranks == 1])
+    machine = fitted([point for point in points if point.ranks == 1], {})
     assert machine.tflops == pytest.approx(KNOWN.tflops, rel=0.01)
     for name in ("bandwidth", "latency_us", "memory"):
         assert getattr(machine, name) == pytest.approx(getattr(Machine(), name)), name
 
 
+def test_known_rates_are_kept(points):
+    known = {"bandwidth": 7.0, "latency_us": 200.0}
+    machine = fitted(points, known)
+    assert (machine.bandwidth, machine.latency_us) == (7.0, 200.0)
+    assert machine.tflops == pytest.approx(KNOWN.tflops, rel=0.05)
+
+
+def test_exchanges_of_known_sizes_give_bandwidth_and_latency():
+    sizes = (2**20, 2**24, 2**28)
+    measured = [(size, 0.04 + size / (5.0 * 1e6)) for size in sizes]
+    found = of_exchanges(measured)
+    assert found == {"bandwidth": pytest.approx(5.0), "latency_us": pytest.approx(40.0)}
+    assert of_exchanges(measured[:1]) == of_exchanges([]) == {}
+    proportional = of_exchanges([(size, size / 5e6) for size in sizes])
+    assert proportional["latency_us"] == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="larger exchanges must take longer"):
+        of_exchanges([(2**20, 1.0), (2**24, 0.01)])
+
+
 def test_a_pattern_is_predicted_from_the_others(points):
-    assert max(abs(row.total_error) for row in held_out(points)) < 0.03
+    assert max(abs(row.total_error) for row in held_out(points, {})) < 0.03
     slow = [
         replace(p, forward_ms=2 * p.forward_ms, total_ms=2 * p.total_ms)
         if p.pattern == "butterfly"
         else p
         for p in points
     ]
-    errors = {(row.pattern, row.ranks): row.total_error for row in held_out(slow)}
+    errors = {(row.pattern, row.ranks): row.total_error for row in held_out(slow, {})}
     # The others say nothing of what makes it slow.
     for ranks in (1, 2, 4):
         assert errors["butterfly", ranks] == pytest.approx(-0.5, abs=0.01)
@@ -82,7 +101,7 @@ def run(*arguments: str):
 def test_the_command_writes_what_simulate_reads(points, said, tmp_path):
     path = tmp_path / "record.json"
     path.write_text(json.dumps(record_of(points, said)))
-    assert read([path]) == ("cpu", points)
+    assert read([path]) == ("cpu", points, {})
     done = run(str(path), "--output", str(tmp_path))
     assert done.exit_code == 0, done.output
     assert "error of both passes: median 0.0%, most " in done.output
@@ -102,6 +121,18 @@ def test_records_of_a_gpu_are_read_without_one(points, said, tmp_path):
     record = json.loads(written.read_text())
     assert record["measured_on"] == "NVIDIA H100 80GB HBM3"
     assert record["environment"]["device"] != record["measured_on"]
+
+
+def test_measured_exchanges_are_used(points, said, tmp_path):
+    path = tmp_path / "record.json"
+    exchanges = [
+        {"ranks": 2, "received": size, "milliseconds": 0.05 + size / 8e6} for size in (1000, 10**6)
+    ]
+    path.write_text(json.dumps(record_of(points, said) | {"exchanges": exchanges}))
+    assert run(str(path), "--output", str(tmp_path)).exit_code == 0
+    machine = Machine.load(tmp_path / "long-context-machine-cpu.json")
+    assert machine.bandwidth == pytest.approx(8.0)
+    assert machine.latency_us == pytest.approx(50.0)
 
 
 def test_wrong_records_are_named(points, said, tmp_path):
