@@ -263,7 +263,8 @@ def _nearest(points: Sequence[Point], start: "Machine", known: Rates) -> "Machin
         ftol=TOLERANCE,
         xtol=TOLERANCE,
     )
-    return Machine(**dict(zip(RATES, numpy.exp(whole(found.x)).tolist(), strict=True)))
+    rates = dict(zip(RATES, numpy.exp(whole(found.x)).tolist(), strict=True))
+    return Machine(**rates | known)
 
 
 if __name__ == "__main__":
