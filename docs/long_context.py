@@ -5,28 +5,29 @@ from records import Rows, load, measured, picture
 from experiments.markdown import table
 
 WEAK, GROUPED = "long-context-weak-128k-2", "long-context-weak-128k-16-4-heads-2"
-# Records of a former commit: strong scaling, and masks that were not measured since.
-STRONG, LONG = "long-context-strong-256k-2", "long-context-strong-2m-16-4-heads-2"
-OTHERS = "long-context-weak-128k-2-commit-489e2d7"
+STRONG = "long-context-strong-256k-2"
 FOUR = "long-context-strong-1m-4"
-SCALING = {
+WEAK_SCALING = {
     GROUPED: "Weak scaling, 131,072 tokens a GPU, 16 heads, 4 of keys",
     WEAK: "Weak scaling, 131,072 tokens a GPU, 16 heads",
 }
-FORMER = {
-    OTHERS: "Weak scaling, 131,072 tokens a GPU, 16 heads",
-    LONG: "Strong scaling, 2,097,152 tokens, 16 heads, 4 of keys",
+STRONG_SCALING = {
+    "long-context-strong-2m-16-4-heads-2": (
+        "Strong scaling, 2,097,152 tokens, 16 heads, 4 of keys"
+    ),
+    "long-context-strong-1m-2": "Strong scaling, 1,048,576 tokens, 16 heads",
     STRONG: "Strong scaling, 262,144 tokens, 16 heads",
 }
-AIMED = ("window", "window of 1024", "butterfly")  # the masks of the aims
+MACHINE = "long-context-machine"
+AIMED = ("window", "butterfly")  # the masks of the aims
 EFFICIENCY, OVER_GATHER, MEMORY = 0.90, 1.3, 0.5
-ANALYSED = "nvidia-h100-80gb-hbm3"  # the device whose figures the reasons explain
-NVLINK = 450  # GB/s in each direction between two H100 of a host, as specified
+NVLINK = 450  # GB/s in each direction between two H200 of a host, as specified
 TEXT = """\
 [Context-parallel attention](design/context-parallel.md) on one and two GPUs of a host: head dim
 128, batch 1, bfloat16, blocks of 128. *window* has 4,096 keys for a query, *local+global* a
-window and 128 global tokens. Plans of two GPUs are computed in place. The all-gather and the ring
-use the same kernels.
+window and 128 global tokens; *documents* have a mean of 8,192 tokens, and *top-k* selects 4,096
+keys for a query. The all-gather and the ring use the same kernels. Other programs used other GPUs
+of the host.
 
 - **Efficiency** is the useful FLOP/s of a GPU over that of one GPU with the same plan.
 - **Over all-gather** is the time of the all-gather over that of the plan. *At most* is this ratio
@@ -39,14 +40,10 @@ use the same kernels.
 - **Peak memory** is that of both passes without inputs, in MB. That of one GPU is proportional to
   the number of tokens."""
 
-FORMER_TEXT = """\
-Strong scaling, and masks whose weak scaling was not measured again. The code of these records
-packed all keys and gradients that it sent, copied own keys behind received ones, and divided a
-butterfly into halves that exchange all keys, so none of these figures is one of the present code.
-They are kept until they are measured again. *documents* have a mean of 8,192 tokens, *top-k*
-selects 4,096 keys for a query. The all-gather was measured first, probably on a device that had
-rested, so that it may seem too fast. A run ends after a given time, so that the last masks of a
-long sequence are missing."""
+STRONG_TEXT = """\
+One sequence on one and on two GPUs, with the columns of weak scaling. A run ends after a given
+time, so that long sequences have only some of the masks. In these runs the GPU was idle when the
+first kernel was launched, so each time has up to 0.3 ms of Python in it."""
 
 FOUR_TEXT = """\
 The same with up to four GPUs of a host and one sequence of 1,048,576 tokens, 16 heads. This record
@@ -109,30 +106,26 @@ def outcome(rows: Rows) -> str:
 def long_context(record: dict) -> str:
     """Aims, what holds and what does not, the time model, and a table for each record."""
     device = record["stem"].removeprefix(f"{WEAK}-")
-    found = {name: each for name in SCALING if (each := load(name, device))}
+    found = {name: each for name in WEAK_SCALING if (each := load(name, device))}
     parts = [aims(found)]
-    if device == ANALYSED and len(found) == len(SCALING):
-        parts.append(reasons(record, found[GROUPED]["rows"]))
-    parts.append(model(found))
+    if len(found) == len(WEAK_SCALING):
+        parts.append(reasons(record["rows"], found[GROUPED]["rows"]))
+    parts += [model(found), fitted(load(MACHINE, device))]
     for name, each in found.items():
-        parts += [f"**{SCALING[name]}**", scaling(each["rows"])]
+        parts += [f"**{WEAK_SCALING[name]}**", scaling(each["rows"])]
         parts += [measured(each)] * (name != WEAK)  # the caller adds that of WEAK, the last
     title = f"Weak scaling on two GPUs, {record['environment']['device']}"
     parts.append(picture(record, "", title, "../experiments/results"))
     return "\n\n".join(filter(None, parts))
 
 
-def former(record: dict) -> str:
-    """A table for each record of a former commit, without the masks that were measured since."""
+def strong(record: dict) -> str:
+    """A table for each record of strong scaling."""
     device, parts = record["stem"].removeprefix(f"{STRONG}-"), []
-    present = load(WEAK, device)
-    since = patterns(present["rows"]) if present else []
-    for name, title in FORMER.items():
+    for name, title in STRONG_SCALING.items():
         each = load(name, device)
         if each is not None:
-            gone = since if name == OTHERS else []
-            rows = [row for row in each["rows"] if row["pattern"] not in gone]
-            parts += [f"**{title}**", scaling(rows)]
+            parts += [f"**{title}**", scaling(each["rows"])]
             parts += [measured(each)] * (name != STRONG)  # the caller adds that of STRONG
     return "\n\n".join(parts)
 
@@ -156,9 +149,9 @@ def over(rows: Rows, pattern: str, way: str, ranks: int = 2) -> float | None:
 
 
 def patterns(rows: Rows) -> list[str]:
-    """The masks that were measured on two GPUs."""
+    """The masks that were measured on one and on two GPUs."""
     names = dict.fromkeys(row["pattern"] for row in rows)
-    return [name for name in names if row_of(rows, name, "plan", 2)]
+    return [name for name in names if all(row_of(rows, name, "plan", n) for n in (1, 2))]
 
 
 def scaling(rows: Rows) -> str:
@@ -201,7 +194,7 @@ def aims(found: dict[str, dict]) -> str:
             reached = {
                 f"weak-scaling efficiency of at least {EFFICIENCY:.2f}": (
                     f"{share:.2f}",
-                    share >= EFFICIENCY,
+                    round(share, 2) >= EFFICIENCY,
                 ),
                 f"at least {OVER_GATHER}x an all-gather": (f"{ratio:.2f}x", ratio >= OVER_GATHER),
                 f"memory of a GPU of two over that of one with the same sequence: {MEMORY}": (
@@ -210,7 +203,7 @@ def aims(found: dict[str, dict]) -> str:
                 ),
             }
             lines += [
-                [aim, SCALING[name].partition(", ")[2], mask, figure, yes(true)]
+                [aim, WEAK_SCALING[name].partition(", ")[2], mask, figure, yes(true)]
                 for aim, (figure, true) in reached.items()
             ]
     lines.sort(key=lambda line: line[0])
@@ -227,23 +220,20 @@ def yes(reached: bool) -> str:
     return "yes" if reached else "**no**"
 
 
-def reasons(record: dict, grouped: Rows) -> str:
+def reasons(rows: Rows, grouped: Rows) -> str:
     """What holds and what does not, with the figures of the records of weak scaling."""
-    rows = record["rows"]
-    alone = row_of(rows, "butterfly", "plan", 1)
-    plan, few, window = (
-        row_of(rows, name, "plan", 2) for name in ("butterfly", "local+global", "window")
+    alone, plan, window, drawn, chosen = (
+        row_of(rows, *each)
+        for each in (
+            ("butterfly", "plan", 1),
+            ("butterfly", "plan", 2),
+            ("window", "plan", 2),
+            ("random 1/16", "plan", 2),
+            ("top-k", "plan", 2),
+        )
     )
     narrow = row_of(grouped, "butterfly", "plan", 2)
-    share, gained = efficiency(rows, "butterfly"), over(rows, "butterfly", "all-gather")
-    moved, silent = plan["counted_mb"], plan["total_ms"] - plan["exposed_total_ms"]
-    first = {
-        (name, heads): 1 / over(found, name, "all-gather", 1)
-        for heads, found in (("16", rows), ("4", grouped))
-        for name in patterns(found)
-    }
-    largest = first.pop(("butterfly", "16"))
-    multiprocessors = record["environment"]["hardware"]["multiprocessors"]
+    moved = plan["counted_mb"]
     own, fetched = window["peak_bytes"] / 1e6, plan["peak_bytes"] / 1e6
     parts = [
         f"**Window.** With 16 key heads a GPU receives {window['counted_mb']:.0f} MB instead of "
@@ -257,36 +247,19 @@ def reasons(record: dict, grouped: Rows) -> str:
         "mask.",
         f"**Butterfly.** A GPU receives {moved:.0f} MB, "
         f"{moved / plan['gathered_mb']:.0%} of what an all-gather does, and sends as many "
-        f"gradients. The plan is {gained:.2f} times as fast as the all-gather, and "
-        f"{over(grouped, 'butterfly', 'all-gather'):.2f} times with 4 key heads, where the "
-        f"all-gather receives {narrow['gathered_mb']:.0f} MB and hides most of it. What is "
-        f"missing from efficiency {share:.2f} and {efficiency(grouped, 'butterfly'):.2f} is the "
-        f"exchange: {plan['exposed_total_ms']:.1f} and {narrow['exposed_total_ms']:.1f} ms of "
-        f"both passes are exposed. Without exchanges they take {silent:.1f} ms with 16 key heads, "
-        f"where one GPU takes {alone['total_ms']:.1f} for 11 of 12 blocks. Each exchange of "
-        f"{moved:.0f} MB takes at least {moved / NVLINK:.1f} ms at the {NVLINK} GB/s of NVLink. "
-        "At the commit of this record keys and values were exchanged one after the other, in both "
-        "passes, and a profile in the [notebook](notebook/2026-11.md) shows that only the first "
-        "of two exchanges ran beside a kernel of attention. Now they are one exchange, which was "
-        "not measured yet.",
-        "**How certain.** On one GPU there is nothing to exchange, and the plan and the "
-        "all-gather launch the same kernels. For the butterfly with 16 key heads, the first case "
-        f"of its run, the plan took {alone['total_ms']:.2f} ms and the all-gather "
-        f"{alone['total_ms'] / largest:.2f}; in the other cases the plan took "
-        f"{min(first.values()):.2f} to {max(first.values()):.2f} times as long. So the efficiency "
-        f"of {share:.2f} is uncertain by about a tenth: with the all-gather as reference it is "
-        f"{share / largest:.2f}. Times on two GPUs do not depend on this reference. (The plan of "
-        "one GPU was in place, with a call for dQ and one for dK and dV; now it is one call.)",
-        "**Few global tokens.** With *local+global* the efficiency is "
-        f"{efficiency(rows, 'local+global'):.2f}, and the plan is "
-        f"{over(rows, 'local+global', 'all-gather'):.2f} times as fast as the all-gather. A GPU "
-        f"receives only {few['counted_mb']:.0f} MB, but {few['exposed_total_ms']:.1f} ms are "
-        "exposed, all of them in the backward pass. Two costs of that pass follow from the plan; "
-        "it was not profiled. On the second GPU dK and dV of the global keys were one work tile "
-        f"for each head, {few['heads']} for {multiprocessors} multiprocessors, and were computed "
-        "before all others; now they are computed in chunks of queries, which was not measured "
-        "yet. And the row of the global tokens, which both GPUs share, is a call of its own, "
-        "whose dK and dV have the size of all own keys and are added to those of the other rows.",
+        f"gradients, which takes at least {moved / NVLINK:.1f} ms in each pass at the {NVLINK} "
+        "GB/s of NVLink. "
+        f"The plan is {over(rows, 'butterfly', 'all-gather'):.2f} times as fast as the "
+        f"all-gather, and {over(grouped, 'butterfly', 'all-gather'):.2f} times with 4 key heads. "
+        f"Of both passes {plan['exposed_total_ms']:.1f} and {narrow['exposed_total_ms']:.1f} ms "
+        f"are exposed. The efficiency is {efficiency(rows, 'butterfly'):.2f} with 16 key heads, "
+        f"and {efficiency(grouped, 'butterfly'):.2f} with 4, where a quarter as much is packed, "
+        "sent and added.",
+        f"**Masks that need nearly all keys.** *random 1/16* and *top-k* receive "
+        f"{drawn['counted_mb']:,.0f} MB, as an all-gather does, so a plan can only hide the "
+        f"exchange: {drawn['exposed_total_ms']:.1f} and {chosen['exposed_total_ms']:.1f} ms are "
+        f"exposed, and the efficiencies are {efficiency(rows, 'random 1/16'):.2f} and "
+        f"{efficiency(rows, 'top-k'):.2f}. The ring is as fast.",
         f"**Memory.** A GPU of two needs {own:,.0f} MB for the window, and {fetched:,.0f} for the "
         f"butterfly: also keys, values and gradients that are sent and received. One GPU with "
         f"half of the sequence needs {alone['peak_bytes'] / 1e6:,.0f}.",
@@ -323,9 +296,30 @@ def model(found: dict[str, dict]) -> str:
         f"*Predicted* was written before the measurement, with {rates['tflops']:.0f} TFLOP/s "
         f"forward, {rates['backward_tflops'] or rates['tflops']:.0f} "
         f"backward, {rates['call_us'] / 1e3:.1f} ms for a pass, {rates['bandwidth']:.0f} GB/s "
-        f"for an exchange and {rates['memory']:,.0f} GB/s for copies. "
-        "`experiments.long_context.calibrate` fits such rates to records. These two are not "
-        "enough for it: only in the butterfly an exchange takes long, so that a fit does not tell "
-        "its bandwidth from its latency."
+        f"for an exchange and {rates['memory']:,.0f} GB/s for copies, which were measured on H100."
     )
     return "\n\n".join(["**The time model on two GPUs**", text, table(head, lines)])
+
+
+def fitted(record: dict | None) -> str:
+    """The rates of a device, fitted to the records, and the errors on held-out masks."""
+    if record is None:
+        return ""
+    rates, rows = record["machine"], record["rows"]
+    lines = []
+    for name in dict.fromkeys(row["pattern"] for row in rows):
+        errors = [row["total_error"] for row in rows if row["pattern"] == name]
+        lines.append([name, f"{len(errors)}", f"{min(errors):+.0%}", f"{max(errors):+.0%}"])
+    text = (
+        "`experiments.long_context.calibrate` fits the rates of the time model to the records of "
+        f"weak and strong scaling: {rates['tflops']:.0f} TFLOP/s forward, "
+        f"{rates['backward_tflops']:.0f} backward, {rates['call_us'] / 1e3:.2f} ms for a pass and "
+        f"{rates['memory']:,.0f} GB/s for copies. The {rates['bandwidth']:.0f} GB/s and "
+        f"{rates['latency_us']:.0f} us of an exchange are those of all-to-alls of known sizes. "
+        "Each mask below was predicted by a fit to the other masks. The error of the predicted "
+        f"time of both passes has a median of {record['median_error']:.1%} and is "
+        f"{record['most_error']:.0%} at most. With `--machine` these rates predict any number of "
+        "GPUs of such a host: `python -m sparseflash simulate`."
+    )
+    head = ["held-out mask", "plans", "smallest error", "largest error"]
+    return "\n\n".join([text, table(head, lines), measured(record)])

@@ -17,14 +17,14 @@ sys.path.insert(0, str(Path(__file__).parent))  # where docs is no package
 
 from io_complexity import THEORY, io_complexity
 from long_context import (
-    FORMER_TEXT,
     FOUR,
     FOUR_TEXT,
     STRONG,
+    STRONG_TEXT,
     WEAK,
-    former,
     four_gpus,
     long_context,
+    strong,
 )
 from long_context import TEXT as LONG_CONTEXT
 from records import (
@@ -434,8 +434,8 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
         counters,
     ),
     (WEAK, "Context parallelism on two GPUs", LONG_CONTEXT, long_context),
+    (STRONG, "Strong scaling on two GPUs", STRONG_TEXT, strong),
     (FOUR, "Context parallelism on four GPUs", FOUR_TEXT, four_gpus),
-    (STRONG, "Context parallelism on two GPUs, at a former commit", FORMER_TEXT, former),
     ("io-complexity", "Theory and measurement", THEORY, io_complexity),
     (
         "power",

@@ -105,52 +105,64 @@ def test_the_readme_has_a_table_and_a_sentence_for_every_other_device(
     assert "End.<!-- devices --> On one NVIDIA H100" in shown
 
 
-def test_context_parallelism_has_the_records_of_a_device_and_explains_those_it_knows(
-    performance, tmp_path
-):
+def of_two_gpus(folder, name: str, change=lambda record: None) -> dict:
+    """Puts the record of a measurement on two H200 into a folder, as that of both devices."""
+    shipped = SOURCE.parents[1] / "experiments/results"
+    record = json.loads((shipped / f"{name}-{STEMS[H200]}.json").read_text())
+    change(record)
+    for stem in STEMS.values():
+        (folder / f"{name}-{stem}.json").write_text(json.dumps(record))
+    return record
+
+
+def test_context_parallelism_has_the_records_of_a_device_and_explains_them(performance, tmp_path):
     assert "Context parallelism" not in performance.page()
-    shipped = SOURCE.parents[1] / "experiments/results"
-    names = (
-        "weak-128k-2",
-        "weak-128k-16-4-heads-2",
-        "weak-128k-2-commit-489e2d7",
-        "strong-256k-2",
-    )
+
+    def halved(record):
+        """The plan of a window takes half of its time, and a third of its memory."""
+        for row in record["rows"]:
+            if (row["pattern"], row["implementation"], row["ranks"]) == ("window", "plan", 2):
+                row |= {"total_ms": row["total_ms"] / 2, "tflops": 2 * row["tflops"]}
+                row["peak_bytes"] /= 3
+
+    weak = of_two_gpus(tmp_path, "long-context-weak-128k-2")
+    names = ("weak-128k-16-4-heads-2", "strong-256k-2")
     for name in names:
-        (path,) = shipped.glob(f"long-context-{name}-nvidia-h100-*.json")
-        text = path.read_text()
-        (tmp_path / path.name).write_text(text)
-        (tmp_path / path.name.replace(STEMS[H100], STEMS[H200])).write_text(text)
+        of_two_gpus(tmp_path, f"long-context-{name}")
     page = performance.page()
-    present, former = page.split("## Context parallelism on two GPUs, at a former commit\n")
-    assert present.count("## Context parallelism on two GPUs\n") == 1
-    assert present.count("**Weak scaling, 131,072 tokens a GPU, 16 heads**") == 2
-    assert present.count("**The time model on two GPUs**") == 2
-    assert "| butterfly | 16 | 11.1 | 12.1 | -8% | 13.5 | 15.3 | -12% | 1.5 | 2.1 |" in present
-    assert present.count("**Butterfly.**") == 1  # of the device that is explained
-    assert "with the all-gather as reference it is 0.77" in present
-    assert "an all-gather | 131,072 tokens a GPU, 16 heads | window | 1.35x | yes |" in present
-    aim = "memory of a GPU of two over that of one with the same sequence: 0.5"
-    assert f"{aim} | 131,072 tokens a GPU, 16 heads | butterfly | 0.72 | **no** |" in present
-    assert "commit 489e2d7" not in present
-    assert former.count("**Strong scaling, 262,144 tokens, 16 heads**") == 2
-    weak, strong = former.split("**Strong scaling", 2)[:2]
-    assert "| documents |" in weak
-    assert "| butterfly |" not in weak  # measured since
-    assert "| butterfly |" in strong
+    assert page.count("## Context parallelism on two GPUs\n") == 1
+    assert page.count("**Weak scaling, 131,072 tokens a GPU, 16 heads**") == 2
+    assert page.count("**The time model on two GPUs**") == page.count("**Butterfly.**") == 2
+    assert page.count("**Strong scaling, 262,144 tokens, 16 heads**") == 2
+    assert "fits the rates of the time model" not in page
+    (window,) = (
+        row
+        for row in weak["rows"]
+        if (row["pattern"], row["implementation"], row["ranks"]) == ("window", "all-gather", 2)
+    )
+    sizes = "131,072 tokens a GPU, 16 heads | window"
+    aims = {line.split(" | ")[0]: line for line in page.splitlines() if f" | {sizes} | " in line}
+    assert len(aims) == 3
+    of_two_gpus(tmp_path, "long-context-weak-128k-2", halved)
+    changed = performance.page()
+    for aim, line in aims.items():
+        assert line not in changed, aim
+        assert f"{aim} | {sizes} | " in changed
+    assert f"{window['gathered_mb']:,.0f} while it computes" in page
+    machine = of_two_gpus(tmp_path, "long-context-machine")
+    page = performance.page()
+    assert f"has a median of {machine['median_error']:.1%}" in page
+    errors = [row["total_error"] for row in machine["rows"] if row["pattern"] == "butterfly"]
+    assert f"| butterfly | {len(errors)} | {min(errors):+.0%} | {max(errors):+.0%} |" in page
 
 
-def test_context_parallelism_is_shown_without_records_of_other_heads_and_commits(
-    performance, tmp_path
-):
-    shipped = SOURCE.parents[1] / "experiments/results"
-    (path,) = shipped.glob("long-context-weak-128k-2-nvidia-h100-*.json")
-    (tmp_path / path.name).write_text(path.read_text())
+def test_context_parallelism_is_shown_without_records_of_other_heads(performance, tmp_path):
+    of_two_gpus(tmp_path, "long-context-weak-128k-2")
     page = performance.page()
     assert "**Weak scaling, 131,072 tokens a GPU, 16 heads**" in page
     assert "16 heads, 4 of keys" not in page
     assert "**Butterfly.**" not in page  # its text compares both numbers of key heads
-    assert "at a former commit" not in page
+    assert "Strong scaling" not in page
 
 
 def test_the_line_below_a_table_has_the_command_without_where_it_writes(performance):
