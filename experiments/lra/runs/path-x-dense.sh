@@ -1,13 +1,20 @@
 #!/usr/bin/env bash
-# Path-X from labels alone with dense attention, in the GPU time of `path-x-labels.sh`, which it is compared with; 8 minutes on one
-# H200. Further arguments go to every run.
+# Path-X from labels alone, block-sparse and dense from the same weights of Pathfinder-64: 11 and 15 minutes on one H200.
+# On several GPUs: COMMAND="torchrun --nproc-per-node 3 -m" path-x-dense.sh --trainer.devices 3 --trainer.strategy ddp
+# Further arguments go to both runs.
 set -euo pipefail
 presets=experiments/lra/presets common=$(mktemp)
 sed 's/decay: 0.98/decay: 0.95/' $presets/curriculum/common.yaml >"$common"
-python -m experiments.lra.curriculum --output runs/path-x-dense/seed0 --seconds "${SECONDS_A_RUN:-470}" --patience 11 \
-  --stage easy:0.5:0.75:1400 --stage hard:0.5:2:8000 -- \
-  --config $presets/common.yaml --config "$common" --config $presets/curriculum/path-x.yaml --model.encoder.attention flash \
-  --model.init_from "runs/pathfinder64-curriculum/seed0/2-hard-0.5/checkpoints/best.ckpt" --data.batch_size 24 \
-  --model.optimizer.learning_rate 3e-4 --model.optimizer.warmup_steps 150 --trainer.val_check_interval 125 \
-  --data.task.init_args.sizes '[160000,960,4080]' --data.workers 14 "$@"
-python -m experiments.lra.results path-x-dense runs/path-x-dense
+train() { # folder, seconds, steps on contours of 14 segments, then further arguments
+  folder=$1 seconds=$2 steps=$3
+  shift 3
+  ${COMMAND:-python -m} experiments.lra.curriculum --output "runs/$folder/seed1" --seed 1 --seconds "$seconds" --patience 11 \
+    --stage easy:0.5:0.75:1400 --stage "hard:0.5:2:$steps" -- \
+    --config $presets/common.yaml --config "$common" --config $presets/curriculum/path-x.yaml \
+    --model.init_from "$(ls -t runs/pathfinder64-curriculum/seed1/*/checkpoints/best.ckpt | head -1)" --data.batch_size 24 \
+    --model.optimizer.learning_rate 3e-4 --model.optimizer.warmup_steps 150 --trainer.val_check_interval 125 \
+    --data.task.init_args.sizes '[160000,960,4080]' --data.workers 14 "$@"
+}
+train path-x-curriculum 1200 3300 "$@"
+train path-x-dense "${SECONDS_A_RUN:-890}" 8000 --model.encoder.attention flash "$@"
+python -m experiments.lra.results path-x-dense runs/path-x-dense runs/path-x-curriculum
