@@ -1,4 +1,4 @@
-"""Sections of docs/performance.md: context parallelism on two and on four GPUs."""
+"""Sections of docs/performance.md: context parallelism on two GPUs."""
 
 from records import Rows, load, measured, picture
 
@@ -6,7 +6,6 @@ from experiments.markdown import table
 
 WEAK, GROUPED = "long-context-weak-128k-2", "long-context-weak-128k-16-4-heads-2"
 STRONG = "long-context-strong-256k-2"
-FOUR = "long-context-strong-1m-4"
 WEAK_SCALING = {
     GROUPED: "Weak scaling, 131,072 tokens a GPU, 16 heads, 4 of keys",
     WEAK: "Weak scaling, 131,072 tokens a GPU, 16 heads",
@@ -44,63 +43,6 @@ STRONG_TEXT = """\
 One sequence on one and on two GPUs, with the columns of weak scaling. A run ends after a given
 time, so that long sequences have only some of the masks. In these runs the GPU was idle when the
 first kernel was launched, so each time has up to 0.3 ms of Python in it."""
-
-FOUR_TEXT = """\
-The same with up to four GPUs of a host and one sequence of 1,048,576 tokens, 16 heads. This record
-is older than plans that are computed in place: each plan sends whole shards and gradients from
-where they lie, reads own keys in place, and merges rows. *Predicted* was written before the
-measurement; the rates were fitted to records of two H100 of commit 489e2d7, so the device is
-another one. *Memory* is the peak memory of a GPU over that of one GPU that holds the whole
-sequence; 1 / GPUs would be ideal. The window of 4,096 keys was measured too, but another program
-used one of the GPUs at that time, so its rows were removed. Weak scaling on four GPUs has no
-record."""
-
-
-def four_gpus(record: dict) -> str:
-    """A line for each mask and number of GPUs."""
-    rows = record["rows"]
-    before = {
-        (each["pattern"], each["prediction"]["ranks"]): each["prediction"]["total_ms"]
-        for each in record["predicted"]
-    }
-    lines = []
-    for name in patterns(rows):
-        one = row_of(rows, name, "plan", 1)
-        for ranks in sorted({row["ranks"] for row in rows if row["pattern"] == name}):
-            plan = row_of(rows, name, "plan", ranks)
-            error = before[name, ranks] / plan["total_ms"] - 1
-            line = [name, f"{ranks}", f"{plan['total_ms']:.1f}"]
-            line += [f"{plan['tflops'] / one['tflops']:.2f}", f"{plan['exposed_total_ms']:.1f}"]
-            for way in ("all-gather", "ring"):
-                ratio = over(rows, name, way, ranks) if ranks > 1 else None
-                line.append("" if ratio is None else f"{ratio:.2f}x")
-            line += [f"{plan['counted_mb']:,.0f}", f"{plan['gathered_mb']:,.0f}"]
-            line.append(f"{plan['peak_bytes'] / one['peak_bytes']:.2f}")
-            line += [f"{before[name, ranks]:.1f}", f"{error:+.0%}"]
-            lines.append(line)
-    head = ["mask", "GPUs", "both passes, ms", "efficiency", "exposed, ms", "over all-gather"]
-    head += ["over ring", "received, MB", "by all-gather, MB", "memory", "predicted, ms", "error"]
-    title = f"Strong scaling on four GPUs, {record['environment']['device']}"
-    parts = [table(head, lines), outcome(rows)]
-    return "\n\n".join([*parts, picture(record, "", title, "../experiments/results")])
-
-
-def outcome(rows: Rows) -> str:
-    """What the figures on four GPUs show."""
-    near, far = (row_of(rows, name, "plan", 4) for name in ("window of 1024", "butterfly"))
-    alone = row_of(rows, "butterfly", "plan", 1)
-    local = far["forward_ms"] - far["exposed_forward_ms"] - alone["forward_ms"] / 4
-    share = far["counted_mb"] / far["gathered_mb"]
-    return (
-        f"A window of 1,024 keys receives {near['counted_mb']:.0f} MB and is "
-        f"{over(rows, 'window of 1024', 'all-gather', 4):.1f} times as fast as an all-gather. "
-        f"The butterfly receives {share:.0%} of what an all-gather does, and hides all but "
-        f"{far['exposed_total_ms']:.1f} ms of it. But its forward pass takes "
-        f"{far['forward_ms']:.1f} ms, of which {local:.1f} are neither exposed nor a quarter of "
-        "the time of one GPU. The likely cause, not profiled: its keys are scattered, so that "
-        "they were packed before they were sent, and its rows were computed in parts that were "
-        "merged."
-    )
 
 
 def long_context(record: dict) -> str:

@@ -17,12 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # where docs is no package
 
 from io_complexity import THEORY, io_complexity
 from long_context import (
-    FOUR,
-    FOUR_TEXT,
     STRONG,
     STRONG_TEXT,
     WEAK,
-    four_gpus,
     long_context,
     strong,
 )
@@ -435,7 +432,6 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
     ),
     (WEAK, "Context parallelism on two GPUs", LONG_CONTEXT, long_context),
     (STRONG, "Strong scaling on two GPUs", STRONG_TEXT, strong),
-    (FOUR, "Context parallelism on four GPUs", FOUR_TEXT, four_gpus),
     ("io-complexity", "Theory and measurement", THEORY, io_complexity),
     (
         "power",

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a longer context is worth, and what block-sparse patterns keep of it: 25M parameters, some 525 MB of text read by each run.
+# What a longer context is worth, and what block-sparse patterns keep of it: 25M parameters, some 500 MB of text read by each run.
 # One H200, in pieces of ten minutes: repeat the command until it says that all runs have ended.
 # Runs of more than 1K tokens of context read sequences of 1K in the first 60 % of their steps: without this, 16K is
 # above 1K after 197 MB (record language-model-25m-contexts).
@@ -11,7 +11,7 @@ end=$((SECONDS + ${2:-540}))
 kind=${3:-bytes}
 [ -e data/books/books.json ] || python -m experiments.language_model data "$books"
 case $kind in
-  bytes) given=(--steps 4000) short=2400 runs=runs/language-model record=25m-warm-up ;;
+  bytes) given=(--steps 3800) short=2280 runs=runs/language-model record=25m-warm-up ;;
   tokens)
     [ -e data/books-tokens/books.json ] || python -m experiments.language_model tokenize
     given=(--steps 1000 --every 125 --data data/books-tokens) short=600 runs=runs/language-model-tokens record=25m-warm-up-tokens
