@@ -48,8 +48,8 @@ PARTS = {
 }
 # The kernels of all backends, as `ncu --kernel-name` takes them.
 OUR_KERNELS = (
-    "regex:(forward|gradient|dq|dkdv|fused|lse_delta|convert_dq|ds_sums|decode|merge|rows"
-    "|rows_of_both)_kernel$"
+    "regex:(forward|gradient|dq|dkdv|fused|clipped_block|lse_delta|convert_dq|ds_sums|decode|merge"
+    "|rows|rows_of_both)_kernel$"
 )
 COUNTERS = (NANOSECONDS, CYCLES, *PARTS.values())
 NAME_WIDTH = 80  # characters; names of kernels of baselines have the types of all arguments

@@ -153,6 +153,7 @@ def check(
     forward_tile=None,
     **options,
 ):
+    """Checks both passes of a simulated call. Padded keys and values hold NaN and infinity."""
     batch, heads = (1, 2) if key_lengths is None else (len(key_lengths), 2)
     kinds = {"kv_heads": kv_heads, "dtype": dtype, "strides": strides}
     kinds["value_dim"] = head_dim if value_dim is None else value_dim
@@ -177,5 +178,17 @@ def check(
             **options,
         ),
     )
+    if key_lengths is not None:
+        attention = partial(run_padded, attention, options["key_lengths"])
     with poisoned_empty():  # in the backward pass too
         check_attention(attention, query, key, value, mask, grad_out=grad_out, **options)
+
+
+def run_padded(attention, key_lengths, query, key, value):
+    """Attention of keys and values that no sum may read past their lengths."""
+    token = torch.arange(key.shape[2])
+    padding = (token >= key_lengths[:, None])[:, None, :, None]
+    anything = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38])[token % 4].view(-1, 1)
+    # A sum, so that padded keys get the gradients that kernels write.
+    added = torch.where(padding, anything, 0.0).to(key.dtype)
+    return attention(query, key + added, value + added)

@@ -215,17 +215,6 @@ def _descriptor_fields(
     return list(shape), list(tma_strides), box, layout
 
 
-def zero_padding(tensor: Tensor, key_lengths: Tensor | None) -> Tensor:
-    """K or V with zeros past the key length of each batch element.
-
-    P is 0 for these keys, but 0 times NaN is NaN.
-    """
-    if key_lengths is None:
-        return tensor
-    padding = torch.arange(tensor.shape[2], device=tensor.device) >= key_lengths[:, None]
-    return tensor.masked_fill(padding[:, None, :, None], 0)
-
-
 def _dropout_arguments(dropout_p: float) -> tuple[int | float | None, ...]:
     """(threshold, keep_scale) of params.Dropout."""
     if dropout_p == 0:

@@ -22,16 +22,20 @@ from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
 from sparseflash.backends.hopper.kernels.backward_dkdv import backward_dkdv_kernel
 from sparseflash.backends.hopper.kernels.backward_dq import backward_dq_kernel
 from sparseflash.backends.hopper.kernels.backward_fused import backward_fused_kernel
+from sparseflash.backends.hopper.kernels.clipped_block import clipped_block_kernel
 from sparseflash.backends.hopper.kernels.dq_accumulator import convert_dq_kernel
 from sparseflash.backends.hopper.kernels.forward import forward_kernel
 from sparseflash.backends.hopper.kernels.lse_delta import lse_delta_kernel
 from sparseflash.backends.hopper.launch import OPTIONS, WARPGROUP_TILE, PreparedKernel, TmaBox2D
 from sparseflash.backends.hopper.select import uses_fused_backward
+from sparseflash.backends.triton_common.launcher import Launch, launch_and_store
 from sparseflash.backends.triton_common.launcher import launch as launch_kernel
+from sparseflash.backends.triton_common.relaunch import try_relaunch
 from sparseflash.dispatch.call import (
     Call,
     Gradients,
     Needs,
+    Plan,
     Saved,
     empty_like,
     empty_out_and_lse,
@@ -48,8 +52,8 @@ DQ_COLUMNS = 256  # columns of the accumulator of dQ as a matrix: the most of a 
 
 def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one call; see sparseflash.backends.base."""
-    query, (key, value) = launch.addressable(query), _keys_and_values(call, key, value)
-    more = _more(call)
+    query, key, value = [launch.addressable(x) for x in (query, key, value)]
+    more = _more(call, key, value)
     inputs = (query, key, value, *more)
     prepared = prepare_once(call.plan, _prepare_forward, inputs, call.max_logits is None)
     results = call.results or empty_tensors(prepared.outputs, call.plan.spec.device)
@@ -68,16 +72,34 @@ def _prepare_forward(
     return PreparedKernel(forward_kernel, access, config, outputs)
 
 
-def _more(call: Call) -> tuple[Tensor, ...]:
+def _more(call: Call, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """The further keys and values of a call as kernels read them; none of most calls."""
+    if call.key_lengths is not None:
+        return _clipped_blocks(call.plan, key, value, call.key_lengths)
     return () if call.more is None else tuple([launch.addressable(x) for x in call.more])
 
 
-def _keys_and_values(call: Call, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """As kernels read them: zero past the key lengths, and addressable."""
-    if call.key_lengths is not None:
-        key, value = [launch.zero_padding(x, call.key_lengths) for x in (key, value)]
-    return launch.addressable(key), launch.addressable(value)
+def _clipped_blocks(
+    plan: Plan, key: Tensor, value: Tensor, key_lengths: Tensor
+) -> tuple[Tensor, Tensor]:
+    """K and V of the key block in which each key length ends, with zeros past that length.
+
+    Each is (batch, kv_heads, tokens of a block, dim).
+    """
+    (batch, kv_heads, *_), block = key.shape, plan.table.block_size[1]
+    copies = [x.new_empty(batch, kv_heads, block, x.shape[3]) for x in (key, value)]
+    tensors = (key, value, *copies)
+    signature = (clipped_block_kernel, key.stride(), value.stride())
+    addresses = tuple([x.data_ptr() for x in (*tensors, key_lengths)])
+    if not try_relaunch(plan.cache, signature, addresses):
+        grid = (batch * kv_heads * (block // WARPGROUP_M.value), 1, 1)
+        tiles = [WARPGROUP_TILE.descriptor(x) for x in tensors]
+        variant = (key.device, key.dtype, key.shape[3], value.shape[3], block)
+        changing = clipped_block_kernel.arg_names[: len(addresses)]
+        arguments, constants = (*tiles, key_lengths, kv_heads), {"BLOCK": block} | OPTIONS
+        prepared = Launch(grid, arguments, variant, constants, changing)
+        launch_and_store(plan.cache, signature, clipped_block_kernel, prepared)
+    return copies[0], copies[1]
 
 
 def backward(
@@ -87,8 +109,8 @@ def backward(
     query, key, value, out, lse = saved
     needs_query, needs_key, needs_value, *_ = needs
     spec, table = call.spec, call.table
-    query, grad_out, out = [launch.addressable(x) for x in (query, grad_out, out)]
-    key, value = _keys_and_values(call, key, value)
+    inputs = (query, grad_out, out, key, value)
+    query, grad_out, out, key, value = inputs = tuple([launch.addressable(x) for x in inputs])
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     grad_query = grad_key = grad_value = None
     if all(needs[:3]) and uses_fused_backward(table, spec):
@@ -96,7 +118,6 @@ def backward(
         return *_fused(call, query, grad_out, key, value, lse_delta), None, None, None
     # dQ first: its kernel writes LSE and delta, which the kernel of dK and dV reads.
     if needs_query:
-        inputs = (query, grad_out, out, key, value)
         grad_query, lse_delta = _dq(call, inputs, lse, grad_lse)
     elif call.shared:
         lse_delta = call.shared[0]
@@ -144,9 +165,10 @@ def _fused(
     dq_accumulator = _zero_dq_accumulator(query, call.table)
     inputs = (query, grad_out, key, value, *(call.gradients or ()))
     prepared = prepare_once(call.plan, _prepare_fused, inputs)
+    more = _more(call, key, value)
     grad_query, *both = empty_tensors(prepared.outputs, call.spec.device)
     grad_key, grad_value = call.gradients or both
-    inputs = (query, grad_out, lse_delta, key, value)
+    inputs = (query, grad_out, lse_delta, key, value, *more, *NOTHING_MORE[len(more) :])
     prepared.launch(call, *inputs, dq_accumulator, grad_key, grad_value)
     _convert_dq(dq_accumulator, call.spec.scale, grad_query)
     return grad_query, grad_key, grad_value
@@ -155,7 +177,7 @@ def _fused(
 def _prepare_fused(spec: AttentionSpec, _: int, *inputs: Tensor) -> PreparedKernel:
     query, _grad_out, key, value, *given = inputs
     tile = WARPGROUP_TILE
-    access = (tile, tile, LSE_DELTA_BOX, tile, tile, _dq_box(spec), tile, tile)
+    access = (tile, tile, LSE_DELTA_BOX, *[tile] * 4, _dq_box(spec), tile, tile)
     new = () if given else (key, value)
     outputs = layouts_of([empty_like(x) for x in (query, *new)])
     config = configs.FUSED_CONFIGS[configs.tile_width(spec.head_dim)]
@@ -193,7 +215,7 @@ def _dq(
     call: Call, inputs: tuple[Tensor, ...], lse: Tensor, grad_lse: Tensor | None
 ) -> list[Tensor]:
     """The gradient of query, and LSE and delta of all queries."""
-    more = _more(call)
+    more = _more(call, *inputs[-2:])
     inputs = (*inputs, *more)
     prepared = prepare_once(call.plan, _prepare_dq, inputs, grad_lse is None)
     grad_query, lse_delta = empty_tensors(prepared.outputs, call.spec.device)

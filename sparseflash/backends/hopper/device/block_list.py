@@ -126,30 +126,29 @@ def count_below(index, start, count, limit):
 @gluon.jit
 def load_key_value_tiles(keys, values, more_keys, more_values, key_pipeline, value_pipeline,
                          params, batch, kv_head, blocks, state, STAGES: gl.constexpr):  # fmt: skip
-    """Loads K and V of all blocks of a block row of queries.
-
-    more_keys, more_values: the blocks from sizes.own_columns on, or None
-    """
+    """Loads K and V of all blocks of a block row of queries."""
     table = params.table
     state = load_block_list(
         keys, values, more_keys, more_values, key_pipeline, value_pipeline, params, batch, kv_head,
-        table.partial_index, blocks.partial_start, blocks.n_partial, state, STAGES,
+        blocks.key_length, table.partial_index, blocks.partial_start, blocks.n_partial, state,
+        STAGES,
     )  # fmt: skip
     if params.key_lengths is not None:
         state = load_block_list(
             keys, values, more_keys, more_values, key_pipeline, value_pipeline, params, batch,
-            kv_head, table.full_index, blocks.full_start + blocks.n_full, blocks.n_clipped, state,
-            STAGES,
+            kv_head, blocks.key_length, table.full_index, blocks.full_start + blocks.n_full,
+            blocks.n_clipped, state, STAGES,
         )  # fmt: skip
     return load_block_list(
         keys, values, more_keys, more_values, key_pipeline, value_pipeline, params, batch, kv_head,
-        table.full_index, blocks.full_start, blocks.n_full, state, STAGES,
+        blocks.key_length, table.full_index, blocks.full_start, blocks.n_full, state, STAGES,
     )  # fmt: skip
 
 
 @gluon.jit
 def load_block_list(keys, values, more_keys, more_values, key_pipeline, value_pipeline, params,
-                    batch, kv_head, index, start, count, state, STAGES: gl.constexpr):  # fmt: skip
+                    batch, kv_head, key_length, index, start, count, state,
+                    STAGES: gl.constexpr):  # fmt: skip
     """Loads K and V of blocks index[start : start + count]; reads the index one block ahead."""
     TILE_N: gl.constexpr = keys.block_type.shape[2]
     # Every list ends in readable entries (masks.lookup_table.PREFETCH). So neither the first load
@@ -159,17 +158,45 @@ def load_block_list(keys, values, more_keys, more_values, key_pipeline, value_pi
         next_block = gl.load(index + i + 1)
         for tile in gl.static_range(params.column_tokens // TILE_N):
             key_start = block * params.column_tokens + tile * TILE_N
-            if more_keys is None:
-                producer_load(key_pipeline, keys, batch, kv_head, key_start, state)
-                producer_load(value_pipeline, values, batch, kv_head, key_start, state)
-            else:
-                more_start = key_start - params.sizes.own_columns * params.column_tokens
-                if more_start < 0:
-                    producer_load(key_pipeline, keys, batch, kv_head, key_start, state)
-                    producer_load(value_pipeline, values, batch, kv_head, key_start, state)
-                else:
-                    producer_load(key_pipeline, more_keys, batch, kv_head, more_start, state)
-                    producer_load(value_pipeline, more_values, batch, kv_head, more_start, state)
+            load_key_value_tile(
+                keys, values, more_keys, more_values, key_pipeline, value_pipeline, True, params,
+                batch, kv_head, key_start, key_length, state,
+            )  # fmt: skip
             state = advance(state, STAGES)
         block = next_block
     return state
+
+
+@gluon.jit
+def load_key_value_tile(keys, values, more_keys, more_values, key_pipeline, value_pipeline,
+                        LOAD_VALUES: gl.constexpr, params, batch, kv_head, key_start, key_length,
+                        state):  # fmt: skip
+    """Loads K and, if LOAD_VALUES, V of the tile that starts at token `key_start`.
+
+    more_keys, more_values: the blocks from token first_of_more(...) on, or None
+    """
+    if more_keys is None:
+        producer_load(key_pipeline, keys, batch, kv_head, key_start, state)
+        if LOAD_VALUES:
+            producer_load(value_pipeline, values, batch, kv_head, key_start, state)
+    else:
+        more_start = key_start - first_of_more(params, key_length)
+        if more_start < 0:
+            producer_load(key_pipeline, keys, batch, kv_head, key_start, state)
+            producer_load(value_pipeline, values, batch, kv_head, key_start, state)
+        else:
+            producer_load(key_pipeline, more_keys, batch, kv_head, more_start, state)
+            producer_load(value_pipeline, more_values, batch, kv_head, more_start, state)
+
+
+@gluon.jit
+def first_of_more(params, key_length):
+    """The first token of more_keys and more_values.
+
+    With key lengths they are the block in which that of the batch element ends, with zeros past
+    it: see kernels/clipped_block.py. Where rows are of keys, blocks are square.
+    """
+    columns = params.sizes.own_columns
+    if params.key_lengths is not None:
+        columns = key_length // params.column_tokens
+    return columns * params.column_tokens

@@ -34,8 +34,8 @@ class Sizes(NamedTuple):
     heads_per_group: heads whose work tiles are scheduled together, longest first (LPT)
     mask_batch_stride: stride of head_to_mask from one batch element to the next; None if all
         batch elements share their masks
-    own_columns:     block columns in keys and values, if the others are in more_keys and
-        more_values; else None
+    own_columns:     block columns in keys and values, if there are no key lengths and the others
+        are in more_keys and more_values; else None
     """
 
     heads: gl.tensor

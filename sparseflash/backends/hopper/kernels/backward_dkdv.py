@@ -13,7 +13,11 @@ leaves registers for both accumulators up to 128 dims. If tiles are wider the ke
 once for dK with grad_values None, and once for dV with grad_keys None.
 """
 
-from sparseflash.backends.hopper.device.block_list import query_blocks_of_row, tile_start
+from sparseflash.backends.hopper.device.block_list import (
+    load_key_value_tile,
+    query_blocks_of_row,
+    tile_start,
+)
 from sparseflash.backends.hopper.device.budgets import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from sparseflash.backends.hopper.device.dropout import transposed_keep_bits
 from sparseflash.backends.hopper.device.gluon_compat import (
@@ -126,8 +130,8 @@ def specialize_warps(queries, grad_outs, lse_delta, keys, values, grad_keys, gra
             [
                 (consumer, (grad_keys, grad_values, pipelines, params, 0, QHEADS_PER_KVHEAD,
                             MASKED, STAGES, KEY_STAGES)),
-                (producer, (queries, grad_outs, lse_delta, keys, values, grad_keys, pipelines,
-                            params, QHEADS_PER_KVHEAD, STAGES, KEY_STAGES)),
+                (producer, (queries, grad_outs, lse_delta, keys, values, None, None, grad_keys,
+                            pipelines, params, QHEADS_PER_KVHEAD, STAGES, KEY_STAGES)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -139,8 +143,8 @@ def specialize_warps(queries, grad_outs, lse_delta, keys, values, grad_keys, gra
                             MASKED, STAGES, KEY_STAGES)),
                 (consumer, (grad_keys, grad_values, pipelines, params, 1, QHEADS_PER_KVHEAD,
                             MASKED, STAGES, KEY_STAGES)),
-                (producer, (queries, grad_outs, lse_delta, keys, values, grad_keys, pipelines,
-                            params, QHEADS_PER_KVHEAD, STAGES, KEY_STAGES)),
+                (producer, (queries, grad_outs, lse_delta, keys, values, None, None, grad_keys,
+                            pipelines, params, QHEADS_PER_KVHEAD, STAGES, KEY_STAGES)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -148,10 +152,14 @@ def specialize_warps(queries, grad_outs, lse_delta, keys, values, grad_keys, gra
 
 
 @gluon.jit
-def producer(queries, grad_outs, lse_delta, keys, values, grad_keys, pipelines, params,
-             QHEADS_PER_KVHEAD: gl.constexpr, STAGES: gl.constexpr,
+def producer(queries, grad_outs, lse_delta, keys, values, more_keys, more_values, grad_keys,
+             pipelines, params, QHEADS_PER_KVHEAD: gl.constexpr, STAGES: gl.constexpr,
              KEY_STAGES: gl.constexpr):  # fmt: skip
-    """Loads the tiles that consumers read, as far ahead as the pipelines allow."""
+    """Loads the tiles that consumers read, as far ahead as the pipelines allow.
+
+    more_keys, more_values: None in the kernel of dK and dV, which needs no zeros past key lengths;
+        else as in load_key_value_tile
+    """
     query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers = pipelines
     state = PipelineState(0, 1)
     key_state = PipelineState(0, 1)
@@ -167,8 +175,9 @@ def producer(queries, grad_outs, lse_delta, keys, values, grad_keys, pipelines, 
             work_state = publish_work(params, WorkTile(batch, kv_head, row, blocks), work_state)
             if i == 0:
                 load_key_value_row(
-                    keys, values, key_pipeline, value_pipeline, grad_keys is not None, params,
-                    batch, kv_head, row, key_state,
+                    keys, values, more_keys, more_values, key_pipeline, value_pipeline,
+                    grad_keys is not None, params, batch, kv_head, row, blocks.key_length,
+                    key_state,
                 )  # fmt: skip
                 key_state = advance(key_state, KEY_STAGES)
             state = load_query_tiles(
@@ -186,16 +195,18 @@ def producer(queries, grad_outs, lse_delta, keys, values, grad_keys, pipelines, 
 
 
 @gluon.jit
-def load_key_value_row(keys, values, key_pipeline, value_pipeline, LOAD_VALUES: gl.constexpr,
-                       params, batch, kv_head, row, state):  # fmt: skip
+def load_key_value_row(keys, values, more_keys, more_values, key_pipeline, value_pipeline,
+                       LOAD_VALUES: gl.constexpr, params, batch, kv_head, row, key_length,
+                       state):  # fmt: skip
     """Loads K and, if LOAD_VALUES, V of a block row of keys."""
     WARPGROUPS: gl.constexpr = params.row_tokens // WARPGROUP_M
     for warpgroup in gl.static_range(WARPGROUPS):
         key_start = row * params.row_tokens + warpgroup * WARPGROUP_M
         buffer_state = warpgroup_state(state, WARPGROUPS, warpgroup)
-        producer_load(key_pipeline, keys, batch, kv_head, key_start, buffer_state)
-        if LOAD_VALUES:
-            producer_load(value_pipeline, values, batch, kv_head, key_start, buffer_state)
+        load_key_value_tile(
+            keys, values, more_keys, more_values, key_pipeline, value_pipeline, LOAD_VALUES,
+            params, batch, kv_head, key_start, key_length, buffer_state,
+        )  # fmt: skip
 
 
 @gluon.jit

@@ -143,7 +143,8 @@ class TileStates(NamedTuple):
 
 @gluon.jit(**unspecialized_arguments())
 def backward_fused_kernel(
-    queries, grad_outs, lse_delta, keys, values, dq_accumulator, grad_keys, grad_values,
+    queries, grad_outs, lse_delta, keys, values, more_keys, more_values, dq_accumulator, grad_keys,
+    grad_values,
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, work_counter,
     heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
@@ -186,8 +187,8 @@ def backward_fused_kernel(
     dropout = Dropout(seed_low, seed_high, threshold, keep_scale)
     fence_async_shared()
     specialize_warps(
-        queries, grad_outs, lse_delta, keys, values, dq_accumulator, grad_keys, grad_values,
-        pipelines, load_pipelines,
+        queries, grad_outs, lse_delta, keys, values, more_keys, more_values, dq_accumulator,
+        grad_keys, grad_values, pipelines, load_pipelines,
         Params(ROW_TOKENS, COLUMN_TOKENS, table, sizes, key_lengths, work_counter, work_queue,
                scale_log2, dropout, ScoreParams(softcap, bias, bias_stride,
                            ScorePointers(score_floats, score_integers, score_layout)), SCORE,
@@ -197,8 +198,8 @@ def backward_fused_kernel(
 
 
 @gluon.jit
-def specialize_warps(queries, grad_outs, lse_delta, keys, values, dq_accumulator, grad_keys,
-                     grad_values, pipelines, load_pipelines, params,
+def specialize_warps(queries, grad_outs, lse_delta, keys, values, more_keys, more_values,
+                     dq_accumulator, grad_keys, grad_values, pipelines, load_pipelines, params,
                      QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
                      KEY_STAGES: gl.constexpr, DQ_WARPGROUP: gl.constexpr):  # fmt: skip
     """Starts two consumers, the dQ warpgroup if there is one, and the producer in one warp."""
@@ -210,8 +211,9 @@ def specialize_warps(queries, grad_outs, lse_delta, keys, values, dq_accumulator
                 (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 1,
                             QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, True)),
                 (dq_warpgroup, (dq_accumulator, pipelines, params, QHEADS_PER_KVHEAD, KEY_STAGES)),
-                (producer, (queries, grad_outs, lse_delta, keys, values, grad_keys, load_pipelines,
-                            params, QHEADS_PER_KVHEAD, STAGES, KEY_STAGES)),
+                (producer, (queries, grad_outs, lse_delta, keys, values, more_keys, more_values,
+                            grad_keys, load_pipelines, params, QHEADS_PER_KVHEAD, STAGES,
+                            KEY_STAGES)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS_BESIDE_DQ, DQ_REGISTERS, PRODUCER_REGISTERS],
@@ -223,8 +225,9 @@ def specialize_warps(queries, grad_outs, lse_delta, keys, values, dq_accumulator
                             QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, False)),
                 (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 1,
                             QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, False)),
-                (producer, (queries, grad_outs, lse_delta, keys, values, grad_keys, load_pipelines,
-                            params, QHEADS_PER_KVHEAD, STAGES, KEY_STAGES)),
+                (producer, (queries, grad_outs, lse_delta, keys, values, more_keys, more_values,
+                            grad_keys, load_pipelines, params, QHEADS_PER_KVHEAD, STAGES,
+                            KEY_STAGES)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -60,7 +60,9 @@ def test_forward_kernels_of_three_warpgroups(compiler):
         check_memory(report)
         check_products(report)
         check_barriers(report)
-        assert (report["unset"], report["stack"]) == ([], 0), report
+        assert report["unset"] == [], report
+        # With key lengths, two numbers that are read once a row.
+        assert report["stack"] <= (8 if report["mask"] == "causal, with lengths" else 0), report
 
 
 @pytest.mark.slow

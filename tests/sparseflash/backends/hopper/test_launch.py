@@ -194,16 +194,6 @@ def test_a_pass_starts_as_many_ctas_as_run_at_a_time(monkeypatch):
     assert constants.items() >= {"STAGES": 2, "maxnreg": 80}.items()
 
 
-def test_padded_keys_become_zero():
-    key = torch.full((2, 1, 5, 8), torch.nan)
-    lengths = torch.tensor([2, 5])
-    assert launch.zero_padding(key, None) is key
-    zeroed = launch.zero_padding(key, lengths)
-    assert zeroed[0, :, 2:].count_nonzero() == 0
-    assert zeroed[0, :, :2].isnan().all()
-    assert zeroed[1].isnan().all()
-
-
 def test_a_kernel_is_prepared_once_for_inputs_of_equal_strides():
     def prepare(spec, block_size, query, key, may_be_none):
         layouts = layouts_of([torch.empty_like(query), None if may_be_none else key])

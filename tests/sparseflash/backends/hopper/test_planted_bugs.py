@@ -210,6 +210,24 @@ ONE_WARPGROUP = {
         Replace("bit_tile_words", "params.column_tokens // 32", "128 // 32"),
     ),
 }
+PADDED_KEYS = {
+    "a padded key is copied": planted(
+        "kernels.clipped_block", NUMBERS, Replace("copy_rows", "rows < count", "rows <= count")
+    ),
+    "the clipped block is read with its padded keys": planted(
+        "device.block_list",
+        NUMBERS,
+        Replace("load_key_value_tile", "more_start < 0", "more_start <= 0"),
+    ),
+    "the block after the copied one is read": planted(
+        "device.block_list",
+        NUMBERS,
+        Replace("first_of_more", "key_length // params.column_tokens", "key_length // 256"),
+    ),
+    "gradients of padded keys are not set to 0": planted(
+        "kernels.backward_dkdv", NUMBERS, Replace("consumer", "gl.where(inside, dv, 0.0)", "dv")
+    ),
+}
 FUSED = "kernels.backward_fused"
 ALL_GRADIENTS = {
     "Q of this tile is released in place of the last one": planted(
@@ -274,6 +292,11 @@ def one_warpgroup():
     check(pattern, 128, lengths=(300, 260), block_size=64, kv_heads=2)
 
 
+def padded_keys(deterministic=True):
+    options = {"lengths": (200, 260), "key_lengths": [40, 130, 256]}
+    check(masks.causal(align="top-left"), 64, deterministic=deterministic, **options)
+
+
 def all_gradients(head_dim):
     pattern = masks.pattern(lambda q, k: (q // 128 == 2) | (k < 300))
     with patch.object(simulated_gluon, "ORDER", max):
@@ -310,6 +333,25 @@ def test_one_warpgroup(bug):
     module, found, changes = ONE_WARPGROUP[bug]
     with simulation({module: changes}), pytest.raises(FOUND, match=found):
         one_warpgroup()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_padded_keys_without_a_bug(deterministic):
+    with simulation():
+        padded_keys(deterministic)
+
+
+@pytest.mark.parametrize("bug", PADDED_KEYS)
+def test_padded_keys(bug):
+    module, found, changes = PADDED_KEYS[bug]
+    with simulation({module: changes}), pytest.raises(FOUND, match=found):
+        padded_keys()
+
+
+def test_the_kernel_of_all_gradients_reads_no_padded_keys():
+    bug = Replace("backward_fused_kernel", "more_keys", "None")
+    with simulation({FUSED: (bug,)}), pytest.raises(FOUND, match=NUMBERS):
+        padded_keys(deterministic=False)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

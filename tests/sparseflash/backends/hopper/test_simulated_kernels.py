@@ -235,6 +235,24 @@ def test_no_key_past_the_end_has_weight_where_all_scores_are_far_below(determini
         check(PATTERNS["full"], deterministic=deterministic, **options)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "options"),
+    [
+        *((64, 128, {}), (128, 128, {"dropout_p": 0.3}), (256, 128, {}), (64, 64, {})),
+        *((40, 128, {"forward_tile": (192, 128)}), (128, 64, {"dropout_p": 0.3, "softcap": 0.7})),
+        *((192, 128, {"value_dim": 128}), (64, 64, {"value_dim": 128, "strides": "bshd"})),
+        *((64, 128, {"deterministic": False}), (128, 128, {"deterministic": False})),
+        (64, 128, {"deterministic": False, "dropout_p": 0.3}),
+    ],
+)
+def test_simulated_kernels_with_key_lengths_at_borders_of_blocks(head_dim, block_size, options):
+    last = 3 * block_size - 30
+    key_lengths = [0, 1, block_size - 1, block_size, block_size + 1, last - 1, last]
+    options = options | {"block_size": block_size, "key_lengths": key_lengths}
+    with simulation():
+        check(PATTERNS["causal"], head_dim, lengths=(2 * block_size + 20, last), **options)
+
+
 @pytest.mark.parametrize("strides", STRIDES)
 def test_the_simulated_fused_kernel_with_other_strides(strides):
     with simulation():
