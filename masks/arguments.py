@@ -87,7 +87,7 @@ def checked_device(device: Any) -> torch.device:
     """
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"device must be one of torch, such as 'cpu', got {device!r}") from error
     if found.type != "cuda":
         return found

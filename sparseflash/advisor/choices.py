@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 import torch
 
@@ -152,6 +153,7 @@ def block_sizes(
     Raises:
         TypeError, ValueError: As Pattern and io_model.attention do.
     """
+    _check_workload(workload)
     sides = check_integers("sides", sides)
     choices = (_choice(pattern, workload.mask(pattern, side), workload) for side in sides)
     return sorted(choices, key=lambda choice: choice.predicted_ms)
@@ -192,12 +194,16 @@ def search(
         no candidate satisfies the conditions.
 
     Raises:
-        TypeError: `patterns` is not a list, or a number is not an integer.
+        TypeError: `workload` is not a Workload, `patterns` is not a list, or a number is not one
+            or not an integer.
         ValueError: `connected` is outside (0, 1], `layers` or `most` is below 1, or a pattern
             cannot be parsed.
     """
-    if isinstance(patterns, str):
+    _check_workload(workload)
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence | None):
         raise TypeError(f"patterns must be a list of patterns, got {patterns!r}")
+    if not isinstance(budget_ms, Real | None):
+        raise TypeError(f"budget_ms must be a number or None, got {budget_ms!r}")
     if not isinstance(connected, Real) or not 0 < connected <= 1:
         raise ValueError(f"connected must be above 0 and at most 1, got {connected!r}")
     layers, most = check_integer("layers", layers, 1), check_integer("most", most, 1)
@@ -259,8 +265,10 @@ def measure(
         The choices with measured_ms, least time first.
 
     Raises:
+        TypeError: `workload` is not a Workload.
         ValueError: The device does not exist.
     """
+    _check_workload(workload)
     device = checked_device(device)
     shape = (workload.batch, workload.heads, workload.seq_len, workload.head_dim)
     inputs = [torch.randn(shape, device=device, dtype=workload.dtype) for _ in range(3)]
@@ -352,6 +360,11 @@ def plot(
     )
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
+
+
+def _check_workload(workload: Any) -> None:
+    if not isinstance(workload, Workload):
+        raise TypeError(f"workload must be a Workload, got {type(workload).__name__}")
 
 
 def _pareto_front(times: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:

@@ -75,7 +75,7 @@ def device_named(device: str | Device) -> Device:
     """
     if isinstance(device, Device):
         return device
-    if device not in DEVICES:
+    if not isinstance(device, str) or device not in DEVICES:
         raise ValueError(f"device must be a Device or one of {', '.join(DEVICES)}, got {device!r}")
     return DEVICES[device]
 

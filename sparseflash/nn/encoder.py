@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, relu
 
 from masks import Pattern
+from masks.arguments import check_sizes
 from sparseflash.nn.attention import SparseAttention
 
 ACTIVATIONS = {"relu": relu, "gelu": gelu}
@@ -49,6 +50,7 @@ class SparseEncoderLayer(nn.Module):
         **attention_options,
     ):
         super().__init__()
+        check_sizes(2**31 - 1, dim_feedforward=dim_feedforward)
         factory = {"device": device, "dtype": dtype}
         self.self_attn = SparseAttention(
             d_model, nhead, pattern, dropout=dropout, bias=bias, **factory, **attention_options
@@ -117,7 +119,7 @@ def _activation(activation: Callable[[Tensor], Tensor] | str) -> Callable[[Tenso
     """The function itself, or the one with this name in torch.nn.TransformerEncoderLayer."""
     if callable(activation):
         return activation
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(
             f"activation must be a function or one of {list(ACTIVATIONS)}, got {activation!r}"
         )

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from masks import BlockMask
+from masks.arguments import check_dtype, check_floating, check_integer, check_integers
 from sparseflash.dropout import keep_mask, keep_probability
 
 ALL = slice(None)
@@ -78,11 +79,14 @@ def tile_sizes(fast_memory: int, head_dim: int) -> Tiles:
         (B_r, B_c), queries and keys of a tile.
 
     Raises:
+        TypeError: An argument is not an integer.
         ValueError: M is less than d, so a row does not fit in fast memory.
 
     Reference:
         Algorithm 1, line 1.
     """
+    fast_memory = check_integer("fast_memory", fast_memory)
+    head_dim = check_integer("head_dim", head_dim, least=1)
     if fast_memory < head_dim:
         raise ValueError(
             f"fast_memory must be at least head_dim, {head_dim} elements, got {fast_memory}"
@@ -182,6 +186,7 @@ def flash_forward(
         Slow memory with O, l (row sums) and m (row maxima).
 
     Raises:
+        TypeError: A tensor, the mask or a side of a tile has another type.
         ValueError: Shapes do not match, the mask has another length, or a BlockMask has another
             block size or several heads.
 
@@ -240,7 +245,7 @@ def flash_forward_by_query(
         Slow memory with O and LSE.
 
     Raises:
-        ValueError: As flash_forward does.
+        TypeError, ValueError: As flash_forward does.
 
     Reference:
         Dao, "FlashAttention-2", 2023, Algorithm 1.
@@ -298,7 +303,7 @@ def flash_backward(
         Slow memory with dQ, dK and dV.
 
     Raises:
-        ValueError: As flash_forward does.
+        TypeError, ValueError: As flash_forward does.
 
     Reference:
         Algorithm 4; with a BlockMask, its block-sparse form.
@@ -362,21 +367,27 @@ def _checked_mask(
     mask: Tensor | BlockMask | None, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
     """bool (q_len, k_len), and bool (T_r, T_c): the pairs, and the tiles that are not skipped."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_floating(name, tensor)
+    sides = check_integers("tiles", tiles, least=1)
+    if len(sides) != 2:
+        raise ValueError(f"tiles must be (B_r, B_c), got {tiles!r}")
     if query.dim() != 2 or key.shape != value.shape or query.shape[1:] != key.shape[1:]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
         raise ValueError(
             f"query must be (q_len, head_dim), key and value (k_len, head_dim), got {shapes}"
         )
     lengths = (len(query), len(key))
-    blocks = torch.ones([-(-n // side) for n, side in zip(lengths, tiles, strict=True)]).bool()
+    blocks = torch.ones([-(-n // side) for n, side in zip(lengths, sides, strict=True)]).bool()
     if mask is None:
         return torch.ones(lengths, dtype=torch.bool), blocks
     if isinstance(mask, BlockMask):
-        if mask.block_size != tiles or mask.num_heads != 1:
+        if mask.block_size != tuple(sides) or mask.num_heads != 1:
             raise ValueError(
                 f"mask must have one head and blocks like the tiles, {tiles}, got {mask}"
             )
         mask, blocks = mask.to_dense(), mask.to_blocks()
+    check_dtype("mask", mask, torch.bool)
     if mask.shape != lengths:
         raise ValueError(f"mask must be {lengths}, got {tuple(mask.shape)}")
     return mask, blocks

@@ -14,10 +14,12 @@ import torch
 
 import masks
 import sparseflash
-from masks import BlockMask, DynamicMask, MaskBatch, analysis, interop
+from masks import BlockMask, DynamicMask, MaskBatch, analysis, interop, plot
 from masks.lint import lint
+from sparseflash.advisor import Workload, block_sizes, search
 from sparseflash.distributed import context_parallel_attention, gather, make_plan
 from sparseflash.nn import KeyValueCache, Rotary, SparseAttention
+from sparseflash.testing.algorithms import flash_forward, tile_sizes
 
 MEMORY = 2 * 2**30  # bytes that a case may take beside what the process has
 
@@ -136,6 +138,8 @@ MASK = masks.causal()(40, 16)
 SCORES = torch.rand(3, 3)
 MASKS = {
     "call": (masks.causal(), {"seq_len": (40, 40), "block_size": 16}),
+    "device": (masks.causal(), {"seq_len": 40, "device": "cpu"}),
+    "text": (plot.text, {"mask": MASK, "most": 4}),
     "with_block_size": (masks.causal().with_block_size, {"block_size": 16}),
     "from_dense": (BlockMask.from_dense, {"dense": torch.eye(40).bool(), "block_size": 16}),
     "from_blocks": (
@@ -239,6 +243,34 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_context_plans(fuzz, name, run):
     fuzz(partial(check_call, *PLANS[name], True, ()), run)
+
+
+WORKLOAD = Workload(256, 16, heads=2)
+MODELS = {
+    "Workload": (
+        Workload,
+        {"seq_len": 256, "head_dim": 16, "batch": 1, "heads": 2, "device": "H200"}
+        | {"dtype": torch.bfloat16},
+    ),
+    "block_sizes": (block_sizes, {"pattern": "local(3)", "workload": WORKLOAD, "sides": [64]}),
+    "search": (
+        search,
+        {"workload": WORKLOAD, "layers": 2, "connected": 0.5, "budget_ms": 1.0}
+        | {"patterns": ["local(3)"], "block_size": 64, "most": 2},
+    ),
+    "flash_forward": (
+        flash_forward,
+        {"query": torch.rand(40, 8), "key": torch.rand(40, 8), "value": torch.rand(40, 8)}
+        | {"tiles": (8, 8)},
+    ),
+    "tile_sizes": (tile_sizes, {"fast_memory": 512, "head_dim": 8}),
+}
+
+
+@pytest.mark.parametrize("run", [20, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_time_and_memory(fuzz, name, run):
+    fuzz(partial(check_call, *MODELS[name], True, ()), run)
 
 
 # What torch raises for sizes that no memory holds, and for tensors of other shapes.

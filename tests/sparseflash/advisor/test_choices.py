@@ -145,6 +145,12 @@ def test_plots_are_pictures(tmp_path):
         (lambda: search(SMALL, layers=2, most=0), "most must be at least 1, got 0"),
         (lambda: block_sizes("local(3)", SMALL, sides=64), "sides must be a sequence of integers"),
         (lambda: measure([], SMALL, "gpu"), "device must be one of torch, .* got 'gpu'"),
+        (lambda: block_sizes("local(3)", 1024), "workload must be a Workload, got int"),
+        (
+            lambda: search(SMALL, layers=2, patterns=3),
+            "patterns must be a list of patterns, got 3",
+        ),
+        (lambda: search(SMALL, layers=2, budget_ms="1"), "budget_ms must be a number or None"),
         (lambda: plot([], "x.png"), "choices must have at least 1 entry, got none"),
         (lambda: plot(block_sizes("local(3)", SMALL), "x.txt"), "path must end in .png"),
     ],

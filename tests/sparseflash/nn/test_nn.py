@@ -410,6 +410,7 @@ def test_copies_share_their_pattern():
             lambda: SparseAttention(32, 4)(torch.zeros(1, 2, 32), cache={}),
             "cache must be a KeyValueCache or None, got dict",
         ),
+        (lambda: SparseEncoderLayer(32, 4, 0), "dim_feedforward must be at least 1, got 0"),
         (lambda: SparseEncoderLayer(32, 4, activation="tanh"), "activation must be a function or"),
     ],
 )

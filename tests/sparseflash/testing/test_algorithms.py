@@ -230,6 +230,14 @@ def test_bad_input_is_named(inputs):
         flash_forward(query, key, value, (4, 4), mask=torch.ones(3, 3).bool())
     with pytest.raises(ValueError, match=r"key and value \(k_len, head_dim\), got"):
         flash_forward(query, key[:8], value, (4, 4))
+    with pytest.raises(TypeError, match="mask must be a bool tensor, got Pattern"):
+        flash_forward(query, key, value, (4, 4), mask=masks.full())
+    with pytest.raises(TypeError, match="tiles must be a sequence of integers, got 4"):
+        flash_forward(query, key, value, 4)
+    with pytest.raises(ValueError, match=r"tiles must be \(B_r, B_c\), got \(4,\)"):
+        flash_forward(query, key, value, (4,))
+    with pytest.raises(TypeError, match="key must be a floating-point tensor, got NoneType"):
+        flash_forward(query, None, value, (4, 4))
     heads = masks.stack([masks.full(), masks.causal()])(48, block_size=16)
     with pytest.raises(ValueError, match="one head"):
         algorithms.flash_forward(query, key, value, (16, 16), mask=heads)
