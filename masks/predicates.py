@@ -165,5 +165,5 @@ def _checked(name: str, answer, shape: tuple[int, int]) -> Tensor:
     except RuntimeError:
         raise ValueError(
             f"pattern {name} must return a tensor that broadcasts to {shape}, got "
-            f"{tuple(answer.shape)}"
+            f"{tuple(answer.shape)}: it is called for some of the rows at a time"
         ) from None

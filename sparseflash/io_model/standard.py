@@ -39,7 +39,8 @@ def standard_attention(
     Reference:
         Dao et al. 2022, Algorithms 0 and 3, Theorem 2.
     """
-    check_case(direction, seq_len=seq_len, head_dim=head_dim, batch=batch, heads=heads)
+    sizes = {"batch": batch, "heads": heads, "itemsize": itemsize}
+    check_case(direction, seq_len=seq_len, head_dim=head_dim, **sizes)
     square, tall = batch * heads * seq_len**2, batch * heads * seq_len * head_dim
     product = 2 * square * head_dim
 

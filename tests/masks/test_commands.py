@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 import masks
 from masks.__main__ import app
+from masks.analysis import pixel_reach
 
 ROOT = Path(masks.__file__).parents[1]
 COMMANDS = [
@@ -51,6 +53,18 @@ def test_reach_as_json_has_views_of_tokens_and_pixels():
     assert found["pixels"]["up"] == [1, 1, 2]
     assert found["spectral_gap"][0] > 0
     assert found["spectral_gap"][1] is None  # causal
+
+
+def test_reach_follows_random_keys_pixels_in_tiles_and_tokens():
+    mask = masks.local(20)(256, 16)
+    given = ("reach", "local(20)", "--seq-len", 256, "--block-size", 16, "--layers", 2)
+    shown = " ".join(invoke(*given, "--samples", 32, "--token", 0).output.split())
+    assert "followed 32 random keys, 95 % interval" in shown
+    assert "token 0 sees [21, 41] tokens after each layer" in shown
+    found = json.loads(invoke(*given, "--image", "16,16", "--tile", "4", "--json").stdout)
+    tiled = pixel_reach(mask, (16, 16), 2, tile=(4, 4))
+    assert found["pixels"] == {name: list(side) for name, side in asdict(tiled).items()}
+    assert tiled != pixel_reach(mask, (16, 16), 2)
 
 
 @pytest.mark.parametrize(

@@ -355,7 +355,7 @@ def test_parse_says_what_a_file_lacks(name, message, tmp_path):
         (lambda: masks.pattern(lambda q, k: q + k)(64), "must return a bool tensor"),
         (
             lambda: masks.pattern(lambda q, k: (q > 0)[:3])(64),
-            "must return a tensor that broadcasts",
+            r"must return a tensor that broadcasts to \(64, 64\), got .*: it is called for some",
         ),
         (lambda: masks.neighborhood2d(0, 1), "columns must be at least 1, got 0"),
         (lambda: masks.block_pattern(lambda i, j: 1)(64), "must return a bool tensor"),

@@ -79,9 +79,13 @@ def test_search_exits_with_1_where_nothing_is_found():
         1,
         "no pattern connects enough pairs within the budget\n",
     )
-    nothing = invoke("search", "--layers", 1, *SIZE, "--budget-ms", "1e-9")
-    assert nothing.exit_code == 1
-    assert "no pattern" in nothing.output
+
+
+def test_search_finds_more_patterns_if_fewer_pairs_must_be_connected():
+    given = ("search", "--layers", 1, *SIZE, "--pattern", "local(20)", "--pattern", "local(200)")
+    assert invoke(*given).exit_code == 1
+    found = invoke(*given, "--connected", 0.2, "--json")
+    assert [choice["pattern"] for choice in json.loads(found.stdout)["choices"]] == ["local(200)"]
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,10 @@ def test_command_shows_every_strategy_and_names_what_is_wrong(tmp_path):
     path.write_text('{"machine": {"tflops": 1e-6}}')
     done = run(app, ["causal()", "--tokens", "1K", "--ranks", "1", "--machine", str(path)])
     assert f"{3.5 * 36 * 4 * 128**3 * 16 / 1e3:.2f}" in done.output
+    for latency_us, hidden in (("0", "is hidden on up to 4"), ("1e9", "is not hidden on 4")):
+        rates = ["--tflops", "0.1", "--latency-us", latency_us]
+        done = run(app, ["causal()", "--tokens", "16K", "--ranks", "4", *rates])
+        assert f"auto: communication {hidden} ranks" in done.output
     for named, *wrong in (
         ("nonsense", "nonsense"),
         ("tokens must", "causal()", "--tokens", "1X"),

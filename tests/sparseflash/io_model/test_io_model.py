@@ -20,6 +20,8 @@ def test_standard_attention_counts_every_step():
     assert forward.flops == heads * 4 * n**2 * 64
     assert backward.flops == 2 * forward.flops
     assert forward.bound_by == backward.bound_by == "memory"
+    wide = standard_attention(n, 64, batch=2, heads=3, itemsize=4)
+    assert (wide.memory_bytes, wide.flops) == (2 * forward.memory_bytes, forward.flops)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +169,8 @@ def test_bad_input_is_named():
         attention(mask, 512, backend="hopper")
     with pytest.raises(ValueError, match="heads must be at least 1"):
         attention(mask, D, heads=0)
+    with pytest.raises(ValueError, match="itemsize must be at least 1, got 0"):
+        standard_attention(256, D, itemsize=0)
     with pytest.raises(TypeError, match="seq_len"):
         standard_attention(2.5, D)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="multiple of kv_heads, got 8 and 3"):
