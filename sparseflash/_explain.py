@@ -38,7 +38,7 @@ from sparseflash.score import checked_score_tensors
 from sparseflash.timing import Turn, rested_turns, sustained_ms
 
 TIMED = {"device": "measured", "full": "full", "dense": "dense"}  # fields of Explanation
-MOST_SECONDS = 10.0  # of the rounds of a pass, unless two rounds take longer
+MAX_SECONDS = 10.0  # of the rounds of a pass, unless two rounds take longer
 Runner = Callable[..., Tensor]  # of query, key and value
 Pass = dict[str, list[Turn]]  # the turns of each function, as many rounds
 
@@ -309,7 +309,7 @@ def _measured(
             gap = gap_of.get(io_model.DIRECTIONS[number])
             return gap is None or gap(turns).quiet
 
-        return rested_turns(runs, device, SECONDS, ROUNDS, report, enough, MOST_SECONDS)
+        return rested_turns(runs, device, SECONDS, ROUNDS, report, enough, MAX_SECONDS)
 
     inputs = [x.clone().requires_grad_() for x in tensors]
     device = inputs[0].device

@@ -22,11 +22,11 @@ FASTER = 0.9  # blocks of another size are recommended below this ratio of predi
 # A hint is given for masks of at most so many blocks, for which the prediction takes less than
 # about a second, and of which at least this share is partial: other blocks of the default size
 # have no zeros that smaller blocks would skip.
-MOST_BLOCKS = 2**14
-LEAST_PARTIAL = (1 - FASTER) / 0.75
+MAX_BLOCKS = 2**14
+MIN_PARTIAL = (1 - FASTER) / 0.75
 # So many masks are examined in a process, each in up to a second: training with sequences of many
 # lengths makes a mask for each length.
-MOST_MASKS = 4
+MAX_MASKS = 4
 
 logger = logging.getLogger("sparseflash")
 _examined = count()  # next() of it is one operation for all threads
@@ -78,12 +78,12 @@ def hint_at_better_blocks(spec: AttentionSpec, backend: Backend, mask: CompiledM
         return
     if spec.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
-    few = mask.nnz_blocks <= MOST_BLOCKS and mask.partial_blocks >= LEAST_PARTIAL * mask.nnz_blocks
+    few = mask.nnz_blocks <= MAX_BLOCKS and mask.partial_blocks >= MIN_PARTIAL * mask.nnz_blocks
     if not few or cost_model(spec, backend) is None:  # which imports the IO model
         return
     if mask.cache.pop(OF_DEFAULT_SIZE, None) is None:  # another thread is here too
         return
-    if next(_examined) >= MOST_MASKS:
+    if next(_examined) >= MAX_MASKS:
         return
     if better := better_blocks(spec, backend, mask):
         side, share = better

@@ -23,17 +23,17 @@ import torch
 from masks.progress import Progress
 
 WARM_UP_MS, COUNTED_MS = 1.0, 3.0  # of calls in a turn on a GPU
-MOST_PAUSE_MS = 50.0  # after this pause the clock is no longer limited by power
+MAX_PAUSE_MS = 50.0  # after this pause the clock is no longer limited by power
 HOST_AHEAD = 2.0  # least pause, as a multiple of the host's time to enqueue a turn
 # The device queues about 1,000 launches, and a call has up to four.
-MOST_CALLS = 100
+MAX_CALLS = 100
 CYCLES = 2e9  # clock cycles per second, at least those of any device
 SETTLE_MS, SUSTAINED_MS = 100.0, 100.0  # of calls under continuous load, not counted and counted
 CPU_MS, CPU_CALLS = 2.0, 20  # most time and most calls of a turn on a CPU
 LONG_SECONDS = 0.5  # of a first call on a CPU, after which a turn has one call without an estimate
 ESTIMATES = 3  # calls, at most, from which the number of calls of a turn is computed
-MOST_ROUNDS = 50
-FEWEST_ROUNDS = 2  # without which times have no spread
+MAX_ROUNDS = 50
+MIN_ROUNDS = 2  # without which times have no spread
 EXTENDED = 2.0  # most time of rounds that are not enough, over that of rounds that are
 
 Run = Callable[[], object]
@@ -90,7 +90,7 @@ def rested_turns(
         enough: Called with the times of all rounds: whether they are enough. As long as it says
             no, further rounds begin until twice `seconds` have passed.
         most_seconds: Time after which no further round begins even if there are fewer than
-            `least_rounds`; there are always FEWEST_ROUNDS.
+            `least_rounds`; there are always MIN_ROUNDS.
 
     Returns:
         For each function its time in each round, the mean of its two turns.
@@ -107,14 +107,14 @@ def rested_turns(
     with no_garbage_collection():
         planned = {name: counted(_planned(run, device)) for name, run in runs.items()}
         pause_ms = max(
-            min(max(calls.busy_ms for calls in planned.values()), MOST_PAUSE_MS),
+            min(max(calls.busy_ms for calls in planned.values()), MAX_PAUSE_MS),
             HOST_AHEAD * max(calls.enqueued_ms for calls in planned.values()),
         )
         rounds: list[dict[str, Turn]] = []
         begin = time.perf_counter()
-        while len(rounds) < MOST_ROUNDS:
+        while len(rounds) < MAX_ROUNDS:
             passed = time.perf_counter() - begin
-            if len(rounds) >= FEWEST_ROUNDS and passed > most_seconds:
+            if len(rounds) >= MIN_ROUNDS and passed > most_seconds:
                 break
             if len(rounds) >= least_rounds and (
                 passed > EXTENDED * seconds
@@ -180,8 +180,8 @@ def _planned(run: Run, device: torch.device) -> _Calls:
     each_ms, host_ms = _estimate(run, device)
     if device.type != "cuda":
         return _Calls(run, 0, max(1, min(CPU_CALLS, int(CPU_MS / each_ms))), 0.0, 0.0)
-    warm_up = min(MOST_CALLS, round(WARM_UP_MS / each_ms))
-    count = min(MOST_CALLS, math.ceil(COUNTED_MS / each_ms))
+    warm_up = min(MAX_CALLS, round(WARM_UP_MS / each_ms))
+    count = min(MAX_CALLS, math.ceil(COUNTED_MS / each_ms))
     return _Calls(run, warm_up, count, *((warm_up + count) * ms for ms in (each_ms, host_ms)))
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sparseflash.distributed.simulation import Demand, Machine
 
 RATES = ("tflops", "backward_tflops", "bandwidth", "latency_us", "call_us", "memory")
-LEAST_LATENCY = 1e-3  # milliseconds: the fit of a machine is one of logarithms
+MIN_LATENCY = 1e-3  # milliseconds: the fit of a machine is one of logarithms
 Rates = dict[str, float]
 MOVED = 0.1  # change of the logarithm of a rate by which it is seen whether a time depends on it
 TOLERANCE = 1e-12  # relative change of the loss and of the rates at which a fit ends
@@ -167,7 +167,7 @@ def of_exchanges(measured: Sequence[tuple[int, float]]) -> Rates:
     (latency, slope), _ = nnls(columns, numpy.ones(len(measured)))
     if not slope > 0:
         raise ValueError(f"larger exchanges must take longer, got {sorted(measured)}")
-    return {"bandwidth": 1 / (slope * 1e6), "latency_us": max(latency, LEAST_LATENCY) * 1e3}
+    return {"bandwidth": 1 / (slope * 1e6), "latency_us": max(latency, MIN_LATENCY) * 1e3}
 
 
 def fitted(points: Sequence[Point], known: Rates) -> "Machine":

@@ -33,7 +33,7 @@ STRIP = 1 << 22  # pairs of a strip of block rows, which is converted at a time
 # times as fast as whole strips.
 CACHED_BYTES = 1 << 20
 STRIPS_HELD, TILES_HELD = 64, 1024  # most strips and bit tiles that are not joined yet
-MOST_RUNS = 8  # of spans that are read one by one
+MAX_RUNS = 8  # of spans that are read one by one
 SPAN = 128  # keys, at least, that are decided or read together
 _WORDS = {16: torch.int16, 32: torch.int32}  # the dtype with one bit per key of a block
 
@@ -334,7 +334,7 @@ def _runs_of_spans(first: Tensor, width: int) -> Sequence[Tensor]:
     if first.is_cuda:
         return [first]
     ends = (first.diff() != width).nonzero().flatten() + 1
-    return [first] if len(ends) >= MOST_RUNS else first.tensor_split(ends)
+    return [first] if len(ends) >= MAX_RUNS else first.tensor_split(ends)
 
 
 def _strip_blocks(

@@ -10,8 +10,8 @@ from masks.arguments import check_integer, check_integers
 from masks.block_mask import BlockMask
 from masks.progress import Progress
 
-MAX_LAYERS = 32  # default number of layers for a single mask
-MOST_LAYERS = 1 << 16
+DEFAULT_LAYERS = 32  # of a model with a single mask
+MAX_LAYERS = 1 << 16
 FOLLOWED_CLASSES = 1 << 15  # with more classes, keys are sampled
 SAMPLES = 512
 CONFIDENCE = 0.95
@@ -273,8 +273,8 @@ def _stack_of(masks: BlockMask | Sequence[BlockMask], layers: int | None) -> lis
     """The mask of each layer."""
     given = as_list(masks)
     if layers is None:
-        layers = MAX_LAYERS if isinstance(masks, BlockMask) else len(given)
-    layers = check_integer("layers", layers, least=1, most=MOST_LAYERS)
+        layers = DEFAULT_LAYERS if isinstance(masks, BlockMask) else len(given)
+    layers = check_integer("layers", layers, least=1, most=MAX_LAYERS)
     return [given[layer % len(given)] for layer in range(layers)]
 
 

@@ -26,7 +26,7 @@ GATHERED_ROW, ADDED_BLOCK = 3.0, 3.7
 # The kernel of dK and dV over both kernels of a backward pass: four of seven products.
 OF_KEYS = 4 / 7
 BACKWARD = 2.5  # FLOPs of the backward pass over those of the forward pass
-MOST_PAIRWISE = 4  # rounds of pairwise exchanges: with each one rows are merged once more
+MAX_PAIRWISE = 4  # rounds of pairwise exchanges: with each one rows are merged once more
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,11 +137,11 @@ def pairwise_distances(workload: Workload, owner: Tensor, traffic: Tensor) -> tu
     """The distances of pairwise exchanges if every rank computes by keys, in one round.
 
     What one rank sends arrives in the order of the sequence. So there are such rounds if what a
-    rank receives in one round would not, unless there would be more than MOST_PAIRWISE.
+    rank receives in one round would not, unless there would be more than MAX_PAIRWISE.
     """
     receiver, sender = traffic.nonzero().unbind(1)
     distances = tuple((receiver ^ sender).unique().tolist())
-    if len(distances) > MOST_PAIRWISE or not any(_mixed(workload, owner, len(traffic))):
+    if len(distances) > MAX_PAIRWISE or not any(_mixed(workload, owner, len(traffic))):
         return ()
     return distances
 

@@ -25,7 +25,7 @@ from sparseflash.distributed.assign import Split, Workload
 # The most chunks of the keys of shared rows, or of the queries of heavy keys, and the least blocks
 # of one: with 16 heads there are enough work tiles for a GPU, and most of the time of a tile is
 # neither prologue nor epilogue.
-MOST_CHUNKS, CHUNK_BLOCKS = 32, 16
+MAX_CHUNKS, CHUNK_BLOCKS = 32, 16
 # In place, a received key block is heavy if at least HEAVY_BLOCKS own block rows attend it, and if
 # it has more than 1 / TILES of all blocks of received keys. It is one work tile of each key head.
 HEAVY_BLOCKS, TILES = 64, 8
@@ -442,7 +442,7 @@ def shared_rows_of(mask: BlockMask, fetches: Fetches, rank: int) -> SharedRows:
 
 def _chunks(blocks: int, whole: bool) -> int:
     """The most equal chunks of so many blocks; 1 if a block is clipped."""
-    most = min(MOST_CHUNKS, blocks // CHUNK_BLOCKS) if whole else 1
+    most = min(MAX_CHUNKS, blocks // CHUNK_BLOCKS) if whole else 1
     return next((n for n in range(most, 1, -1) if blocks % n == 0), 1)
 
 

@@ -41,7 +41,7 @@ from sparseflash.merge import add_in_place, copy_in_place, merge_in_place
 
 # Parts of a result, or of a gradient, that are added in its own dtype. More parts are added in
 # float32, which takes two more copies.
-MOST_ROUNDED = 4
+MAX_ROUNDED = 4
 
 
 class ContextParallelAttention(torch.autograd.Function):
@@ -102,7 +102,7 @@ def _forward(
     if shared is not None:
         shared.attend(key, value)
     merges = prepared.plan.split == "keys"
-    if whole is not None and merges and len(steps) + 1 > MOST_ROUNDED:
+    if whole is not None and merges and len(steps) + 1 > MAX_ROUNDED:
         whole = whole[0].to(whole[1].dtype), whole[1]  # rounded once, not in every round
     calls, saved = [], []
     for number, step in enumerate(steps):
@@ -230,8 +230,8 @@ class _Backward:
         self._fetches, ctx.fetches, ctx.fetched = ctx.fetches, True, []
         # Sums of many gradients are computed in float32, and rounded once.
         several = len(self._steps) > 1 or self._shared is not None
-        many = self._prepared.part.gradients_per_key > MOST_ROUNDED
-        by_keys = len(self._steps) + 1 > MOST_ROUNDED and self._prepared.plan.split == "keys"
+        many = self._prepared.part.gradients_per_key > MAX_ROUNDED
+        by_keys = len(self._steps) + 1 > MAX_ROUNDED and self._prepared.plan.split == "keys"
         self._widens = (by_keys, many, many, several, several, several)
         self._grads: list[Tensor | None] = [None] * 6
         # Of query, key and value: whether the only step writes all of the gradient.

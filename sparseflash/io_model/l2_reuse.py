@@ -23,11 +23,11 @@ DRIFT = 0.5  # standard deviation of the time of a step over its mean
 SHORTEST_STEP = 0.1  # over the mean
 BETWEEN = 1.0  # steps from the end of a work tile to the beginning of the next
 # Rows are cut to this multiple of the blocks that L2 holds: more steps do not change the hit rate.
-MOST_STEPS = 4
+MAX_STEPS = 4
 # The drift of CTAs is bounded: a CTA that is ahead waits for device memory, and those behind it
 # hit its blocks in L2. So all CTAs start at the same time again after so many waves of work tiles.
 PART_WAVES = 8
-MOST_LOADS = 1 << 22  # if there are more loads, evenly spaced parts are simulated
+MAX_LOADS = 1 << 22  # if there are more loads, evenly spaced parts are simulated
 
 
 class RandomReplacement:
@@ -125,7 +125,7 @@ def tiles_of(
     row_ptr = rows.row_ptr.cpu().numpy()
     full, partial = (x.cpu().numpy() for x in (rows.full_index, rows.partial_index))
     columns = 1 + max(int(full.max(initial=0)), int(partial.max(initial=0)))
-    most = MOST_STEPS * capacity
+    most = MAX_STEPS * capacity
     lengths = row_ptr[..., [1, 3]].sum(-1)
     tiles = []
     for head, row in _spread(order, min(most, float(lengths.mean())), PART_WAVES * ctas):
@@ -137,9 +137,9 @@ def tiles_of(
 
 
 def _spread(order: list[tuple[int, int]], steps: float, part: int) -> list[tuple[int, int]]:
-    """All work tiles, or evenly spaced parts with about MOST_LOADS loads, at least one part."""
+    """All work tiles, or evenly spaced parts with about MAX_LOADS loads, at least one part."""
     parts = [order[begin : begin + part] for begin in range(0, len(order), part)]
-    num_parts = max(int(MOST_LOADS / max(part * steps, 1)), 1)
+    num_parts = max(int(MAX_LOADS / max(part * steps, 1)), 1)
     if num_parts >= len(parts):
         return order
     chosen = ((2 * i + 1) * len(parts) // (2 * num_parts) for i in range(num_parts))

@@ -29,7 +29,7 @@ from sparseflash.testing import (
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 LONGEST = 4097 if HAS_GPU else 70
-MOST_SCORES = 2**25  # of a call: in float64, what is computed of them takes up to 6 GB
+MAX_SCORES = 2**25  # of a call: in float64, what is computed of them takes up to 6 GB
 # Cases of every combination of a backend, a shape and a dtype: in a short run and in a long one.
 CASES = (
     {"triton": (20, 200), "hopper": (20, 200)} if HAS_GPU else {"cpu": (20, 75), "triton": (1, 2)}
@@ -111,7 +111,7 @@ def some_case(
     kv_heads, batch = rng.randint(1, 2), rng.randint(1, 2)
     heads = kv_heads * rng.randint(1, 2)
     q_len = some_length(rng)
-    k_len = min(some_length(rng), MOST_SCORES // (batch * heads * q_len))
+    k_len = min(some_length(rng), MAX_SCORES // (batch * heads * q_len))
     inputs = make_inputs(
         *(batch, heads, q_len, k_len, head_dim),
         kv_heads=kv_heads,

@@ -238,7 +238,7 @@ def errors_of_sums_in_single_precision(rank: int) -> dict[str, float]:
     mask = BlockMask.from_blocks(blocks, block_size=BLOCK, seq_len=length)
     plan = make_plan(mask, dist.get_world_size(), "contiguous", split="rows")
     assert plan.part(rank).mask is None
-    with mock.patch.object(passes, "MOST_ROUNDED", 1):
+    with mock.patch.object(passes, "MAX_ROUNDED", 1):
         return _errors(rank, plan, (mask, None), inputs(torch.bfloat16, DIMS, length), {})
 
 

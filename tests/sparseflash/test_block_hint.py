@@ -67,9 +67,9 @@ def test_no_hint_where_the_size_was_chosen_or_no_other_is_faster(mask, hints):
 
 
 def test_no_hint_for_a_device_that_is_not_modelled_or_a_mask_that_takes_long(hints, monkeypatch):
-    monkeypatch.setattr(block_hint, "MOST_BLOCKS", 10)
+    monkeypatch.setattr(block_hint, "MAX_BLOCKS", 10)
     plan_for(NARROW(4096))
-    monkeypatch.setattr(block_hint, "MOST_BLOCKS", 2**14)
+    monkeypatch.setattr(block_hint, "MAX_BLOCKS", 2**14)
     monkeypatch.setattr(io_model, "device_like", lambda _: None)
     mask = NARROW(4096)
     plan_for(mask)
@@ -82,11 +82,11 @@ def test_no_hint_for_a_device_that_is_not_modelled_or_a_mask_that_takes_long(hin
 def test_the_model_is_not_asked_about_masks_that_get_no_hint(hints, monkeypatch):
     monkeypatch.setattr(block_hint, "cost_model", None)
     plan_for(masks.causal()(4096))
-    monkeypatch.setattr(block_hint, "MOST_BLOCKS", 10)
+    monkeypatch.setattr(block_hint, "MAX_BLOCKS", 10)
     plan_for(NARROW(4096))
 
 
 def test_only_the_first_masks_of_a_process_are_examined(hints):
     for tokens in range(2048, 2048 + 128 * 8, 128):
         plan_for(NARROW(tokens), tokens)
-    assert len(hints.messages) == block_hint.MOST_MASKS
+    assert len(hints.messages) == block_hint.MAX_MASKS

@@ -104,7 +104,7 @@ def test_slow_calls_are_measured_in_few_rounds_with_a_bar(monkeypatch, capsys):
     monkeypatch.setattr(
         _explain, "split", lambda turns, *facts: (rounds.append(turns), original(turns, *facts))[1]
     )
-    monkeypatch.setattr(_explain, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(_explain, "MAX_SECONDS", 0.0)
     monkeypatch.setattr("masks.progress.SECONDS_UNTIL_BAR", 0.0)
     monkeypatch.setenv("FORCE_COLOR", "1")  # as if the standard error were a terminal
     sparseflash.explain(*tensors(), masks.local(20), measure=True)

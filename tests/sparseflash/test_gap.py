@@ -267,7 +267,7 @@ def test_planted_causes_come_back_within_their_noise(monkeypatch):
 
 def test_long_turns_without_rests_would_find_noise(monkeypatch):
     """What a GPU that power slows does to calls that follow one another for 30 ms."""
-    monkeypatch.setattr(timing, "MOST_PAUSE_MS", 0.0)
+    monkeypatch.setattr(timing, "MAX_PAUSE_MS", 0.0)
     monkeypatch.setattr(timing, "WARM_UP_MS", 10.0)
     monkeypatch.setattr(timing, "COUNTED_MS", 20.0)
     pairs = [pair for pair in splits(monkeypatch, 40) if pair[0].kernels["device"].power > 1]

@@ -35,7 +35,7 @@ def test_the_second_half_of_a_round_is_the_first_reversed(monkeypatch):
     assert min(turn.device for turn in found["b"]) >= 6
     assert {turn.host for turn in found["a"]} == {0.0}
     order.clear()
-    monkeypatch.setattr(timing, "MOST_ROUNDS", 4)
+    monkeypatch.setattr(timing, "MAX_ROUNDS", 4)
     assert len(rested_turns(runs, CPU, 60.0, least_rounds=3)["a"]) == 4
 
 
@@ -79,7 +79,7 @@ def test_two_rounds_are_measured_however_long_they_take():
     runs = {"a": lambda: time.sleep(0.003), "b": lambda: None}
     arguments = {"seconds": 60.0, "least_rounds": 5, "most_seconds": 0.0}
     found = rested_turns(runs, CPU, **arguments, progress=lambda *step: steps.append(step))
-    assert [len(turns) for turns in found.values()] == [timing.FEWEST_ROUNDS] * 2
+    assert [len(turns) for turns in found.values()] == [timing.MIN_ROUNDS] * 2
     assert steps == [(step, 2 * (1 + 2 * 5)) for step in range(1, 2 * (1 + 2 * 2) + 1)]
 
 
@@ -94,7 +94,7 @@ def test_rested_times_have_the_fastest_clock_and_sustained_ones_what_power_leave
     assert rested == pytest.approx(device, rel=0.01)
     assert loaded == pytest.approx(device * Kernel(device).power ** (1 / 3), rel=0.05)
     # Turns without rests between them are neither.
-    monkeypatch.setattr(timing, "MOST_PAUSE_MS", 0.0)
+    monkeypatch.setattr(timing, "MAX_PAUSE_MS", 0.0)
     assert median_ms({"call": run}, CUDA, 1.0)["call"] > 1.03 * device
 
 

@@ -16,7 +16,7 @@ from sparseflash.backends.cpu.plan import CHUNK_FLOATS, rows_of_block
 from sparseflash.dispatch.call import Call, Plan
 from sparseflash.dispatch.spec import AttentionSpec
 
-MOST_RUNS = 8  # of consecutive keys, which are copied together; copies of more take longer
+MAX_RUNS = 8  # of consecutive keys, which are copied together; copies of more take longer
 # The operation of scaled_dot_product_attention on a CPU, which returns LSE too.
 _attention_of_torch = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore[reportPrivateImportUsage]
 
@@ -86,7 +86,7 @@ def _find_runs(plan: Plan) -> Runs:
     bounds = torch.diff(first.int(), prepend=first.new_zeros(1), append=first.new_zeros(1))
     begins, ends = ((bounds == change).nonzero().flatten().tolist() for change in (1, -1))
     copied = 0 if len(begins) == 1 else int(first.sum()) * (spec.head_dim + spec.value_dim)
-    if len(begins) > MOST_RUNS or spec.batch * spec.kv_heads * copied > CHUNK_FLOATS:
+    if len(begins) > MAX_RUNS or spec.batch * spec.kv_heads * copied > CHUNK_FLOATS:
         return []
     return list(zip(begins, ends, strict=True))
 

@@ -34,7 +34,7 @@ CACHED_PAIRS = 2**18
 MERGED_QUERIES = 256  # rows are merged up to so many queries; a taller product is not faster
 PART_QUERIES = 16  # a part has at least so many queries; a thinner product is slow
 START_PAIRS = 2**16  # pairs of all heads that take as long as starting one product
-LEAST_SIDE = 16  # of a block
+MIN_SIDE = 16  # of a block
 SIDES = (32, 64, 128, 256)  # sides of the blocks in which a mask may be read
 PARTIAL_SHARE = 0.25  # smaller blocks are considered if this share of the blocks is partial
 # Range of the number of keys in a segment of a long row. In longer rows of scores, consecutive
@@ -122,8 +122,8 @@ def block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int, int]:
     own = spec.block_size
     if spec.positions or isinstance(mask, DynamicMask):
         return own
-    if 2 * spec.k_len <= own[1] > LEAST_SIDE:  # one block of keys, half of it past the end
-        return own[0], max(LEAST_SIDE, 2 ** (spec.k_len - 1).bit_length())
+    if 2 * spec.k_len <= own[1] > MIN_SIDE:  # one block of keys, half of it past the end
+        return own[0], max(MIN_SIDE, 2 ** (spec.k_len - 1).bit_length())
     pairs = spec.batch * spec.heads * spec.q_len * spec.k_len * mask.density
     rows = -(-spec.q_len // own[0])
     if pairs >= START_PAIRS * rows:

@@ -4,7 +4,7 @@ import torch
 
 import masks
 from sparseflash.io_model.l2_reuse import (
-    MOST_STEPS,
+    MAX_STEPS,
     RandomReplacement,
     reads,
     tiles_of,
@@ -72,15 +72,15 @@ def tiles(mask, heads, streams, heads_per_group=1, rows_per_block=1, ctas=2, cap
 
 def test_rows_far_longer_than_l2_are_cut():
     found, share = tiles(masks.full()(4096, block_size=16), 1, [0])
-    assert {len(tile) for tile in found} == {8 * MOST_STEPS}
-    assert share == 8 * MOST_STEPS / 256
+    assert {len(tile) for tile in found} == {8 * MAX_STEPS}
+    assert share == 8 * MAX_STEPS / 256
 
 
 def test_evenly_spaced_parts_stand_for_many_work_tiles(monkeypatch):
     mask = masks.local(24)(8192, block_size=16)
     everything, share = tiles(mask, 1, [0], ctas=8)
     assert (len(everything), share) == (512, 1)
-    monkeypatch.setattr("sparseflash.io_model.l2_reuse.MOST_LOADS", 1000)
+    monkeypatch.setattr("sparseflash.io_model.l2_reuse.MAX_LOADS", 1000)
     found, share = tiles(mask, 1, [0], ctas=8)
     assert len(found) == 3 * 64
     assert share == pytest.approx(3 / 8, rel=0.05)
