@@ -23,6 +23,10 @@ UNREADABLE = (
     TypeError,
     ValueError,
 )
+_HINTS = {  # for what others than patterns say which pairs attend
+    "function": ", of which masks.pattern makes one",
+    "BlockMask": ", which has one length: pass the Pattern that made it",
+}
 _OPERATORS = {
     ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_,
@@ -73,7 +77,8 @@ def as_pattern(pattern: Pattern | str) -> Pattern:
     if isinstance(pattern, str):
         return parse(pattern)
     if not isinstance(pattern, Pattern):
-        raise TypeError(f"pattern must be a Pattern or its text, got {type(pattern).__name__}")
+        kind = type(pattern).__name__
+        raise TypeError(f"pattern must be a Pattern or its text, got {kind}{_HINTS.get(kind, '')}")
     return pattern
 
 

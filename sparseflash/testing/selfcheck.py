@@ -188,7 +188,7 @@ def _failures(case: Case, part: slice) -> list[str]:
 
 
 def _failure(check: Callable[[], None]) -> str:
-    """Runs a check; returns its message if it fails, else None."""
+    """Runs a check; returns the error if it fails, else an empty text."""
     try:
         check()
     except Exception as error:  # a kernel may fail in any way; the other checks must still run
