@@ -144,7 +144,7 @@ def _empty_queries(context: _Context) -> Iterator[_Fields]:
             )
 
 
-def _causal_leaks(context: _Context) -> Iterator[_Fields]:
+def _leaks(context: _Context) -> Iterator[_Fields]:
     if context.within is None:
         return
     for layers, heads, mask in context.distinct():
@@ -274,7 +274,7 @@ def _dead_layers(context: _Context) -> Iterator[_Fields]:
 
 RULES: dict[str, Callable[[_Context], Iterator[_Fields]]] = {
     "empty-queries": _empty_queries,
-    "leaks": _causal_leaks,
+    "leaks": _leaks,
     "unreachable-keys": _unreachable_keys,
     "long-rows": _long_rows,
     "useless-pairs": _useless_pairs,

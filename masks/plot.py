@@ -43,7 +43,7 @@ def figures(mask: BlockMask) -> dict[str, str]:
         "non-zero blocks": f"{mask.nnz_blocks:,}",
         "blocks per row": f"{low} min, {middle} median, {high} max",
         "partial blocks": f"{mask.partial_blocks:,}",
-        "distinct tiles": f"{mask.num_bit_tiles:,}",
+        "bit tiles": f"{mask.num_bit_tiles:,}",
         "lookup table": f"{mask.table().nbytes / 1024:.1f} KiB",
     }
 

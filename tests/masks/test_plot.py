@@ -20,7 +20,7 @@ def test_figures_of_a_mask_by_hand():
     assert figures["density"] == "0.4444"
     assert figures["non-zero blocks"] == "4"
     assert figures["blocks per row"] == "0 min, 1 median, 3 max"
-    assert figures["partial blocks"] == figures["distinct tiles"] == "1"
+    assert figures["partial blocks"] == figures["bit tiles"] == "1"
 
 
 def test_density_is_the_fraction_of_pairs_of_each_cell():
