@@ -7,6 +7,7 @@ the number of runs, not to the number of blocks. Full and causal masks have one 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,11 +105,24 @@ def concatenate(sets: list[Runs]) -> Runs:
 
 def union(*sets: Runs) -> Runs:
     """The union of sets whose runs may be unsorted, overlap or touch."""
-    begin, order = torch.cat([s.begin for s in sets]).sort()
-    end = torch.cummax(torch.cat([s.end for s in sets])[order], 0).values
+    begin, end = _by_begin(*(torch.cat(edges) for edges in zip(*sets, strict=True)))
+    end = torch.cummax(end, 0).values
     first = torch.ones_like(begin, dtype=torch.bool)
     first[1:] = begin[1:] > end[:-1]
     return Runs(begin[first], end[first.roll(-1)])
+
+
+def _by_begin(begin: Tensor, end: Tensor) -> Runs:
+    """Non-negative runs in the order of `begin`; those that begin equally in any order."""
+    length = end - begin
+    bits = int(length.max()).bit_length() if len(begin) else 0
+    if begin.is_cuda or not len(begin) or int(begin.max()).bit_length() + bits > 63:
+        begin, order = begin.sort()
+        return Runs(begin, end[order])
+    # A sort of single integers takes a fraction of the time of a sort with an order.
+    packed = torch.from_numpy(np.sort(((begin << bits) | length).numpy()))
+    begin = packed >> bits
+    return Runs(begin, begin + (packed & ((1 << bits) - 1)))
 
 
 def combine(rule: Callable[..., Tensor], *sets: Runs) -> Runs:

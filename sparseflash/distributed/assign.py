@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from masks import BlockMask
+from masks._core.intervals import Runs, union
 
 Split = Literal["in place", "rows", "keys"]  # see ContextPlan
 CHUNKS_PER_RANK = 8  # of balanced chunks and of repair; more chunks balance better, fetch more
@@ -23,7 +24,6 @@ CHUNKS_PER_RANK = 8  # of balanced chunks and of repair; more chunks balance bet
 HEAVY, FEW = 8, 16
 NO_ROWS = torch.zeros(0, dtype=torch.int64)
 GROWING_CHUNKS = 2048  # most chunks of graph growing, whose matrix of links has their square
-RANKS_AT_ONCE = 64  # ranks whose key blocks are marked in one operation
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +38,14 @@ class Workload:
     whole: BlockMask
     shared: Tensor = NO_ROWS
 
+    @staticmethod
+    def of(mask: BlockMask, shared: Tensor = NO_ROWS) -> "Workload":
+        """The workload of a mask, which is stored with the mask."""
+        key = ("workload", tuple(shared.tolist()))
+        if key not in mask.cache:
+            mask.cache[key] = Workload(mask, shared)
+        return mask.cache[key]
+
     @cached_property
     def mask(self) -> BlockMask:
         """The mask without shared rows."""
@@ -47,13 +55,14 @@ class Workload:
         rows = rows.nonzero().flatten()
         return self.whole.keep_rows(rows) if len(rows) else self.whole - self.whole
 
-    def shared_work(self, owner: Tensor, ranks: int) -> Tensor:
-        """int64 (ranks,): non-zero blocks of shared rows that each rank computes."""
-        work = torch.zeros(ranks, dtype=torch.int64)
+    @cached_property
+    def shared_work(self) -> Tensor:
+        """int64 (nk,): non-zero blocks of shared rows in each block column, summed over heads."""
+        grid = self.whole.grid
         if not len(self.shared):
-            return work
-        rows = self.whole.take_blocks(self.shared, torch.arange(self.whole.grid.nk))
-        return work.index_add_(0, owner[self.columns], rows.T.blocks_per_row().sum(0))
+            return torch.zeros(grid.nk, dtype=torch.int64)
+        rows = self.whole.take_blocks(self.shared, torch.arange(grid.nk))
+        return rows.T.blocks_per_row().sum(0)
 
     @property
     def unit(self) -> int:
@@ -64,11 +73,6 @@ class Workload:
     def units(self) -> int:
         """Number of units; the last one may be clipped."""
         return -(-self.whole.grid.q_len // self.unit)
-
-    def tokens_of(self, owner: Tensor, ranks: int) -> Tensor:
-        """int64 (ranks,): tokens that each rank owns."""
-        tokens = torch.zeros(ranks, dtype=torch.int64)
-        return tokens.index_add_(0, owner[self.columns], self.column_tokens)
 
     @cached_property
     def work(self) -> Tensor:
@@ -99,6 +103,11 @@ class Workload:
         return (g.k_len - torch.arange(g.nk) * g.bk).clamp(max=g.bk)
 
     @cached_property
+    def tokens_before(self) -> Tensor:
+        """int64 (nk + 1,): tokens before each block column, and all tokens."""
+        return torch.nn.functional.pad(self.column_tokens.cumsum(0), (1, 0))
+
+    @cached_property
     def spans(self) -> tuple[Tensor, Tensor, Tensor]:
         """(row, first column, last column + 1) of the runs of full blocks and the partial blocks.
 
@@ -121,6 +130,23 @@ class Workload:
         )
 
     @cached_property
+    def longer_spans(self) -> Tensor:
+        """int64: those of `spans` that have more than one block."""
+        _, begin, end = self.spans
+        return (end - begin > 1).nonzero().flatten()
+
+    @cached_property
+    def runs_of_rows(self) -> Runs:
+        """The key blocks that each block row attends in any head, numbered as one mask."""
+        row, begin, end = self.spans
+        return union(self.whole.grid.runs(0, row, begin, end))
+
+    @cached_property
+    def row_of_runs(self) -> Tensor:
+        """int64: the block row of each of runs_of_rows."""
+        return self.whole.grid.stacked_row(self.runs_of_rows.begin)
+
+    @cached_property
     def documents(self) -> Tensor:
         """int64 (documents + 1,): bounds of documents, in units.
 
@@ -137,111 +163,6 @@ class Workload:
         joined = change.cumsum(0)[: self.units + 1]
         joined[self.units] = 0
         return (joined == 0).nonzero().flatten()
-
-    def needed(
-        self,
-        owner: Tensor,
-        ranks: int,
-        first: int = 0,
-        last: int | None = None,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """bool (last - first, nk): key blocks that the queries of ranks first to last - 1 attend.
-
-        By default all ranks, and all block rows; else those in rows, bool (nq,).
-        """
-        last = ranks if last is None else last
-        row, begin, end = self.spans
-        rank = owner[self.rows[row]] - first
-        here = (rank >= 0) & (rank < last - first)
-        here = here if rows is None else here & rows[row]
-        stride = self.whole.grid.nk + 1
-        change = torch.zeros((last - first) * stride, dtype=torch.int32)
-        start, one = rank[here] * stride, torch.ones(int(here.sum()), dtype=torch.int32)
-        change.index_add_(0, start + begin[here], one)
-        change.index_add_(0, start + end[here], -one)
-        return change.view(-1, stride).cumsum(1, dtype=torch.int32)[:, :-1] > 0
-
-    def fetched(self, owner: Tensor, ranks: int) -> Tensor:
-        """bool (ranks, nk): the key blocks that each rank attends but does not own."""
-        own = owner[self.columns] == torch.arange(ranks).unsqueeze(1)
-        return self.needed(owner, ranks) & ~own
-
-    def fetched_of_spans(self, owner: Tensor, ranks: int) -> Tensor:
-        """int64: of each span of spans_of_masks, the blocks that the owner of its row fetches."""
-        _, row, begin, end = self.spans_of_masks
-        owner_of_column, rank = owner[self.columns], owner[self.rows[row]]
-        fetched = torch.empty_like(row)
-        for first in range(0, ranks, RANKS_AT_ONCE):
-            here = (rank >= first) & (rank < first + RANKS_AT_ONCE)
-            each = torch.arange(first, min(first + RANKS_AT_ONCE, ranks)).unsqueeze(1)
-            before = (owner_of_column != each).cumsum(1, dtype=torch.int32)
-            before = torch.nn.functional.pad(before, (1, 0))
-            index = rank[here] - first
-            fetched[here] = (before[index, end[here]] - before[index, begin[here]]).long()
-        return fetched
-
-
-@dataclass(frozen=True, eq=False)
-class Costs:
-    """The work and traffic of each rank, by which the strategies are compared.
-
-    blocks:  int64 (ranks,), non-zero blocks that it computes, summed over heads
-    traffic: int64 (ranks, ranks), key tokens that [receiver, sender] exchange; 0 on the diagonal
-    shared:  int64 (ranks,), tokens of shared rows that it owns
-    """
-
-    blocks: Tensor
-    traffic: Tensor
-    shared: Tensor
-
-    @property
-    def receive(self) -> Tensor:
-        """int64 (ranks,): key tokens that each rank receives."""
-        return self.traffic.sum(1)
-
-    @property
-    def send(self) -> Tensor:
-        """int64 (ranks,): key tokens that each rank sends."""
-        return self.traffic.sum(0)
-
-    @property
-    def moved(self) -> tuple[Tensor, Tensor]:
-        """float64 (ranks,) twice: what each rank receives and sends, in tokens of key and value.
-
-        For shared rows, a query counts as half a token, and O with LSE as one.
-        """
-        received, sent = self.moved_of_shared(0.5, 1.0)
-        return self.receive + received, self.send + sent
-
-    def moved_of_shared(self, there: float, back: float) -> tuple[Tensor, Tensor]:
-        """float64 (ranks,) twice: what each rank receives and sends for shared rows.
-
-        A token counts `there` when it is sent to a rank, and `back` when its owner receives it.
-        """
-        copies = self.shared.double() * (len(self.shared) - 1)
-        others = (self.shared.sum() - self.shared).double()
-        return others * there + copies * back, copies * there + others * back
-
-    def time(self, heads: int, block: int, fetch_cost: float) -> float:
-        """The predicted time of the slowest rank; the unit is the time of a block of all heads."""
-        moved = torch.maximum(*self.moved) * fetch_cost / block
-        return float(torch.maximum(self.blocks.double() / heads, moved).max())
-
-
-def costs(workload: Workload, owner: Tensor, ranks: int) -> Costs:
-    """The work and traffic of each rank with the assignment `owner`, int64 (units,)."""
-    blocks = workload.shared_work(owner, ranks).index_add(0, owner, workload.work)
-    traffic = torch.zeros(ranks, ranks, dtype=torch.int64)
-    sender = owner[workload.columns]
-    for first in range(0, ranks, RANKS_AT_ONCE):
-        last = min(first + RANKS_AT_ONCE, ranks)
-        tokens = workload.needed(owner, ranks, first, last) * workload.column_tokens
-        traffic[first:last].index_add_(1, sender, tokens)
-    traffic.fill_diagonal_(0)
-    shared = torch.zeros(ranks, dtype=torch.int64)
-    shared.index_add_(0, owner[workload.rows[workload.shared]], workload.shared_tokens)
-    return Costs(blocks, traffic, shared)
 
 
 def heavy_rows(mask: BlockMask) -> Tensor:

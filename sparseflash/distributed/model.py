@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparseflash.distributed.assign import Costs, Split, Workload
+from sparseflash.distributed.assign import Split, Workload
+from sparseflash.distributed.traffic import Assignment
 
 # (split, groups): heads are fetched in groups; one group is computed while the next is fetched.
 CHOICES: tuple[tuple[Split, int], ...] = (
@@ -111,72 +112,68 @@ class Division:
         return torch.maximum(first, exchange) + between + later
 
 
-def divide_blocks(workload: Workload, owner: Tensor, ranks: int) -> Division:
-    """The blocks of each rank by kind, with the assignment `owner`, int64 (units,)."""
+def divide_blocks(assignment: Assignment) -> Division:
+    """The blocks of each rank by kind."""
+    workload, owner_of_row = assignment.workload, assignment.owner_of_row
     mask, row, begin, end = workload.spans_of_masks
-    owner_of_row = owner[workload.rows]
-    fetched = workload.fetched_of_spans(owner, ranks)
     heads = torch.bincount(torch.tensor(workload.mask.head_to_mask))
+    number = mask * len(owner_of_row) + row
     of_row = torch.zeros(2, len(heads) * len(owner_of_row), dtype=torch.int64)
-    of_row.index_add_(1, mask * len(owner_of_row) + row, torch.stack([end - begin, fetched]))
+    of_row[0].index_add_(0, number, end - begin)
+    of_row[1].index_add_(0, number, assignment.fetched_of_spans)
     every, fetched = of_row.view(2, len(heads), -1)
     waits = fetched > 0
     counts = torch.stack([every - fetched, fetched, every * ~waits, every * waits, waits])
     of_heads = (counts * heads.unsqueeze(1)).sum(1).double()
-    sums = torch.zeros(len(counts), ranks, dtype=torch.float64)
+    sums = torch.zeros(len(counts), assignment.ranks, dtype=torch.float64)
     sums.index_add_(1, owner_of_row, of_heads)
     own, fetched, ready, waiting, rows = sums
-    shared = workload.shared_work(owner, ranks)  # these blocks have own keys and are ready
-    any_head = waits.any(0)
-    of_ranks = [any_head[owner_of_row == rank].nonzero().flatten() for rank in range(ranks)]
-    scattered = torch.tensor([bool((each.diff() != 1).any()) for each in of_ranks])
+    shared = assignment.shared_blocks  # these blocks have own keys and are ready
+    # All rows, those of one rank after those of another, and where waiting ones are among them.
+    owner, order = owner_of_row.sort(stable=True)
+    at = waits.any(0)[order].nonzero().flatten()
+    apart = (owner[at].diff() == 0) & (at.diff() != 1)
+    scattered = torch.zeros(assignment.ranks, dtype=torch.bool)
+    scattered[owner[at][1:][apart]] = True
     return Division(own + shared, fetched, ready + shared, waiting, rows, rows * scattered)
 
 
-def pairwise_distances(workload: Workload, owner: Tensor, traffic: Tensor) -> tuple[int, ...]:
+def pairwise_distances(assignment: Assignment) -> tuple[int, ...]:
     """The distances of pairwise exchanges if every rank computes by keys, in one round.
 
     What one rank sends arrives in the order of the sequence. So there are such rounds if what a
     rank receives in one round would not, unless there would be more than MAX_PAIRWISE.
     """
-    receiver, sender = traffic.nonzero().unbind(1)
+    receiver, sender = assignment.costs.traffic.nonzero().unbind(1)
     distances = tuple((receiver ^ sender).unique().tolist())
-    if len(distances) > MAX_PAIRWISE or not any(_mixed(workload, owner, len(traffic))):
+    if len(distances) > MAX_PAIRWISE or not bool(assignment.arrives_mixed.any()):
         return ()
     return distances
 
 
-def _mixed(workload: Workload, owner: Tensor, ranks: int) -> list[bool]:
-    """Whether keys of all ranks, one rank after another, are not in the order of the sequence."""
-    sender = owner[workload.columns]
-    of_receivers = (sender[columns] for columns in workload.fetched(owner, ranks))
-    return [bool((senders.diff() < 0).any()) for senders in of_receivers]
-
-
-def receiving_rounds(workload: Workload, owner: Tensor, traffic: Tensor) -> Tensor:
+def receiving_rounds(assignment: Assignment) -> Tensor:
     """int64 (ranks,): rounds in which each rank receives keys, by keys without round_tokens."""
-    if pairwise_distances(workload, owner, traffic):
+    traffic = assignment.costs.traffic
+    if pairwise_distances(assignment):
         return (traffic > 0).sum(1)
     return (traffic.sum(1) > 0).long()
 
 
-def copied_tokens(workload: Workload, owner: Tensor, traffic: Tensor, split: Split) -> Tensor:
+def copied_tokens(assignment: Assignment, split: Split) -> Tensor:
     """int64 (ranks,): tokens whose keys and values each rank copies in a forward pass.
 
     These are the ones that it packs before it sends them. By keys there are also received ones
     that do not arrive in the order of the sequence, and by rows all that waiting rows attend, own
     and received ones.
     """
-    ranks, packed = len(traffic), traffic.sum(0)
+    costs, workload = assignment.costs, assignment.workload
     if split == "rows":
         waits = torch.zeros(workload.whole.grid.nq, dtype=torch.bool)
-        row, few = workload.spans[0], workload.fetched_of_spans(owner, ranks) > 0
-        waits[row[few]] = True
-        attended = workload.needed(owner, ranks, rows=waits) * workload.column_tokens
-        return packed + attended.sum(1)
-    if split == "in place" or pairwise_distances(workload, owner, traffic):
-        return packed
-    return packed + traffic.sum(1) * torch.tensor(_mixed(workload, owner, ranks))
+        waits[workload.spans[0][assignment.fetched_of_spans > 0]] = True
+        return costs.send + assignment.attended_tokens(waits)
+    if split == "in place" or pairwise_distances(assignment):
+        return costs.send
+    return costs.send + costs.receive * assignment.arrives_mixed
 
 
 def can_be_in_place(workload: Workload) -> bool:
@@ -185,35 +182,32 @@ def can_be_in_place(workload: Workload) -> bool:
     return workload.mask.num_heads == 1 and grid.q_len % workload.unit == 0
 
 
-def choose_split(
-    workload: Workload, owner: Tensor, costs: Costs, fetch_cost: float, split: str
-) -> tuple[Split, int]:
+def choose_split(assignment: Assignment, fetch_cost: float, split: str) -> tuple[Split, int]:
     """The split and number of groups of heads with about the least predicted time.
 
     Args:
-        workload, owner: The mask, and the rank of each unit.
-        costs: The costs of this assignment.
+        assignment: The mask, and the rank of each unit.
         fetch_cost: Time to fetch a block of keys and values over the time to compute a block.
         split: "in place", "rows", "keys", "auto" for any of them, or "not in place".
     """
-    mask, ranks = workload.mask, len(costs.traffic)
+    workload, costs = assignment.workload, assignment.costs
     # If a DynamicMask selects few blocks, fewer are computed, but not fewer are moved and copied.
     # If there are fewer key heads than heads, less is moved and copied.
     selected, share = min(FETCH_COST / fetch_cost, 1.0), min(fetch_cost / FETCH_COST, 1.0)
-    division = divide_blocks(workload, owner, ranks).selected(selected)
-    heads = mask.num_heads / mask.grid.bk
+    division = divide_blocks(assignment).selected(selected)
+    heads = workload.mask.num_heads / workload.mask.grid.bk
     exchange = torch.maximum(*costs.moved) * fetch_cost * selected * heads
     allowed = [choice for choice in CHOICES if split in (choice[0], "auto", "not in place")]
     # Without an exchange one call for all rows is best: its backward pass may be one kernel.
     alone = split == "auto" and not costs.traffic.any()
     if alone or split == "not in place" or not can_be_in_place(workload):
         allowed = [choice for choice in allowed if choice[0] != "in place"]
-    copied = {each: copied_tokens(workload, owner, costs.traffic, each) for each in dict(allowed)}
+    copied = {each: copied_tokens(assignment, each) for each in dict(allowed)}
     copies = {each: COPIED_BLOCK * share * heads * copied[each] for each in dict(allowed)}
     if "rows" in copies:
-        own = copied["rows"] - costs.traffic.sum(0) - costs.traffic.sum(1)
+        own = copied["rows"] - costs.send - costs.receive
         copies["rows"] += ADDED_BLOCK * share * heads * own * (division.gathered_rows > 0)
-    rounds = receiving_rounds(workload, owner, costs.traffic)
+    rounds = receiving_rounds(assignment)
     best, least = allowed[0], math.inf
     for choice in allowed:
         # The time of a block, 1, is the mean of both passes.

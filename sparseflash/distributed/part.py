@@ -18,6 +18,7 @@ from torch import Tensor
 import masks
 from masks import BlockMask, MaskBatch
 from masks._core.grid import Grid
+from masks._core.intervals import Runs, union
 from masks.lookup_table import moved
 from sparseflash.dispatch.call import Positions
 from sparseflash.distributed.assign import Split, Workload
@@ -372,7 +373,8 @@ class Fetches:
         """The own block columns that any of the given own block rows attends."""
         own, numbers = self.columns_of(rank), self.rows_of(rank)[rows]
         mask = self.workload.mask.take_blocks(numbers, own)
-        return own[Workload(mask).needed(torch.zeros(len(rows), dtype=torch.int64), 1)[0]]
+        _, begin, end = Workload(mask).spans
+        return own[union(Runs(begin, end)).to_bool(mask.grid.nk)]
 
     def _queries_of(self, rank: int, rows: Tensor) -> Tokens:
         grid = self.workload.mask.grid

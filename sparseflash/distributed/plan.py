@@ -31,11 +31,9 @@ from masks.serialize import read_json
 from sparseflash.distributed.assign import (
     NO_ROWS,
     STRATEGIES,
-    Costs,
     Split,
     Strategy,
     Workload,
-    costs,
     heavy_rows,
 )
 from sparseflash.distributed.model import (
@@ -48,6 +46,7 @@ from sparseflash.distributed.model import (
 )
 from sparseflash.distributed.part import Fetches, Heads, Part, part_of, shared_rows_of
 from sparseflash.distributed.report import Report, report_of
+from sparseflash.distributed.traffic import Assignment, Costs
 
 ABOUT = 1.05  # predicted times, or traffic, within this factor count as equal
 HEADER = "context_plan"  # the key of the safetensors metadata
@@ -216,7 +215,12 @@ class ContextPlan(Caching):
     def not_in_place(self) -> "ContextPlan":
         """The plan for calls that cannot be computed in place, with the same exchange of keys."""
         split, groups = self.otherwise
-        return replace(self, split=split, groups=groups)
+        return replace(self, split=split, groups=groups).with_assignment(self.assignment)
+
+    def with_assignment(self, assignment: Assignment) -> "ContextPlan":
+        """This plan, which keeps an equal assignment, so that nothing is counted again."""
+        vars(self)["assignment"] = assignment
+        return self
 
     def head_groups(self, kv_heads: int) -> int:
         """The number of groups of key heads that are exchanged one after another.
@@ -255,8 +259,7 @@ class ContextPlan(Caching):
         """
         if groups == 1 or self.mask.num_heads == 1:
             return self.costs.traffic * groups
-        workloads = [each.workload for each in self._fetches(groups)]
-        return torch.stack([costs(w, self.owner, self.ranks).traffic for w in workloads]).sum(0)
+        return torch.stack([each.costs.traffic for each in self._of_groups(groups)]).sum(0)
 
     def copied(self, groups: int = 1) -> Tensor:
         """The number of key tokens that each rank copies in a forward pass.
@@ -272,11 +275,8 @@ class ContextPlan(Caching):
             int64 (ranks,), summed over groups of heads.
         """
         if groups == 1 or self.mask.num_heads == 1:
-            found = copied_tokens(self.workload, self.owner, self.costs.traffic, self.split)
-            return found * groups
-        each = [fetches.workload for fetches in self._fetches(groups)]
-        each = [(w, self.owner, costs(w, self.owner, self.ranks).traffic) for w in each]
-        found = [copied_tokens(*found, self.split) for found in each]
+            return copied_tokens(self.assignment, self.split) * groups
+        found = [copied_tokens(each, self.split) for each in self._of_groups(groups)]
         return torch.stack(found).sum(0)
 
     @cached_property
@@ -284,9 +284,9 @@ class ContextPlan(Caching):
         """All-to-alls of one pass, the same on every rank; 0 if no rank fetches keys."""
         if self._distances:
             return len(self._distances)
-        most = max(int(needed.sum()) for needed in self._fetched)
         if self.round_tokens is None:
-            return min(most, 1)
+            return int(self.costs.traffic.any())
+        most = int(self._fetched.sum(1).max())
         blocks = self.round_tokens // self.mask.grid.bk
         return -(-most // blocks)
 
@@ -300,17 +300,22 @@ class ContextPlan(Caching):
         """Those of pairwise exchanges; empty if there are none."""
         if self.split != "keys" or self.round_tokens is not None:
             return ()
-        return pairwise_distances(self.workload, self.owner, self.costs.traffic)
+        return pairwise_distances(self.assignment)
 
-    @cached_property
+    @property
     def workload(self) -> Workload:
         """The mask without shared rows, in the form that the strategies read."""
-        return Workload(self.mask, self.shared)
+        return self.assignment.workload
 
-    @cached_property
+    @property
     def costs(self) -> Costs:
         """What every rank computes, sends and receives."""
-        return costs(self.workload, self.owner, self.ranks)
+        return self.assignment.costs
+
+    @cached_property
+    def assignment(self) -> Assignment:
+        """The workload and the rank of each unit, from which costs and traffic follow."""
+        return Assignment(Workload.of(self.mask, self.shared), self.owner, self.ranks)
 
     @cached_property
     def digest(self) -> str:
@@ -411,7 +416,7 @@ class ContextPlan(Caching):
     @cached_property
     def _fetched(self) -> Tensor:
         """bool (ranks, nk): the key blocks that each rank receives."""
-        return self.workload.fetched(self.owner, self.ranks)
+        return self.assignment.fetched()
 
     def _fetches(self, groups: int) -> list[Fetches]:
         """What ranks fetch for all heads, or for each group if heads have different masks."""
@@ -419,17 +424,25 @@ class ContextPlan(Caching):
             rounds = (self.num_rounds, self._distances)
             return [Fetches(self.workload, self.owner, self._fetched, *rounds)]
         if ("fetches", groups) not in self.cache:
+            each = [(assigned, assigned.fetched()) for assigned in self._of_groups(groups)]
             self.cache["fetches", groups] = [
-                self._fetches_of(Heads(number, groups)) for number in range(groups)
+                Fetches(assigned.workload, self.owner, fetched, int(fetched.any()))
+                for assigned, fetched in each
             ]
         return self.cache["fetches", groups]
 
-    def _fetches_of(self, heads: Heads) -> Fetches:
-        of_heads = range(self.mask.num_heads)[heads.of(self.mask.num_heads)]
-        mask = masks.stack([self.mask.head(head) for head in of_heads])
-        workload = Workload(mask, self.shared)
-        fetched = workload.fetched(self.owner, self.ranks)
-        return Fetches(workload, self.owner, fetched, int(fetched.any()))
+    def _of_groups(self, groups: int) -> list[Assignment]:
+        """The assignment of each group of heads."""
+        if ("assignments", groups) not in self.cache:
+            of_heads = [
+                range(self.mask.num_heads)[Heads(number, groups).of(self.mask.num_heads)]
+                for number in range(groups)
+            ]
+            stacked = (masks.stack([self.mask.head(head) for head in each]) for each in of_heads)
+            self.cache["assignments", groups] = [
+                Assignment(Workload(mask, self.shared), self.owner, self.ranks) for mask in stacked
+            ]
+        return self.cache["assignments", groups]
 
     def _rank(self, rank: int) -> int:
         return check_integer("rank", rank, least=0, most=self.ranks - 1)
@@ -511,26 +524,25 @@ def _planned(
     fetch_cost: float,
 ) -> ContextPlan:
     """The plan for arguments that have been checked."""
-    workloads = [Workload(mask, torch.tensor(shared_rows or (), dtype=torch.int64))]
+    workloads = [Workload.of(mask, torch.tensor(shared_rows or (), dtype=torch.int64))]
     if shared_rows is None and ranks > 1 and len(heavy := heavy_rows(mask)):
-        workloads.append(Workload(mask, heavy))
-    name, owner, workload = _fastest(
-        workloads, _strategies(strategy, mask, ranks), ranks, fetch_cost
-    )
+        workloads.append(Workload.of(mask, heavy))
+    strategies = _strategies(strategy, mask, ranks)
+    name, assignment = _fastest(workloads, strategies, ranks, fetch_cost)
     chosen: tuple[Split, int] = ("keys", 1)
     otherwise: tuple[Split, int] = ("rows", 1)
     if round_tokens is None:
-        found = costs(workload, owner, ranks)
-        if split == "in place" and not can_be_in_place(workload):
+        if split == "in place" and not can_be_in_place(assignment.workload):
             raise ValueError(
                 'split must be "auto", "rows" or "keys" if heads have different masks or a block '
                 f'is clipped, got "in place" for {mask}'
             )
-        chosen = choose_split(workload, owner, found, fetch_cost, split)
+        chosen = choose_split(assignment, fetch_cost, split)
         if chosen[0] == "in place":
-            otherwise = choose_split(workload, owner, found, fetch_cost, "not in place")
-    assigned = (mask, ranks, name, owner, round_tokens)
-    return ContextPlan(*assigned, *chosen, workload.shared, otherwise)
+            otherwise = choose_split(assignment, fetch_cost, "not in place")
+    assigned = (mask, ranks, name, assignment.owner, round_tokens)
+    plan = ContextPlan(*assigned, *chosen, assignment.workload.shared, otherwise)
+    return plan.with_assignment(assignment)
 
 
 def _strategies(
@@ -600,19 +612,36 @@ def _fastest(
     strategies: Mapping[str, Strategy],
     ranks: int,
     fetch_cost: float,
-) -> tuple[str, Tensor, Workload]:
+) -> tuple[str, Assignment]:
     """Of choices with about the least predicted time, the first with about the least traffic."""
-    candidates = []
+    candidates: list[tuple[str, Assignment]] = []
     for workload in workloads:
         for name, assign in strategies.items():
             owner = assign(workload, ranks)
-            cost = costs(workload, owner, ranks)
-            time = cost.time(workload.mask.num_heads, workload.mask.grid.bk, fetch_cost)
-            candidates.append((time, float(cost.moved[0].sum()), (name, owner, workload)))
-    least = min(time for time, *_ in candidates)
-    fast_enough = [choice for choice in candidates if choice[0] <= ABOUT * least]
-    least = min(traffic for _, traffic, _ in fast_enough)
-    return next(choice for _, traffic, choice in fast_enough if traffic <= ABOUT * least)
+            equal = (
+                each
+                for _, each in candidates
+                if each.workload is workload and each.owner.equal(owner)
+            )
+            assigned = next(equal, None) or Assignment(workload, owner, ranks)
+            candidates.append((name, assigned))
+    # The time of the blocks is a lower bound, for which no traffic is counted.
+    bounds = [float(each.blocks.max()) / each.workload.mask.num_heads for _, each in candidates]
+    times, least = [math.inf] * len(candidates), math.inf
+    for index in sorted(range(len(candidates)), key=bounds.__getitem__):
+        if bounds[index] > ABOUT * least:
+            break
+        _, each = candidates[index]
+        mask = each.workload.mask
+        times[index] = each.costs.time(mask.num_heads, mask.grid.bk, fetch_cost)
+        least = min(least, times[index])
+    fast_enough = [
+        (float(each.costs.moved[0].sum()), (name, each))
+        for time, (name, each) in zip(times, candidates, strict=True)
+        if time <= ABOUT * least
+    ]
+    least = min(traffic for traffic, _ in fast_enough)
+    return next(choice for traffic, choice in fast_enough if traffic <= ABOUT * least)
 
 
 def _checked_rows(rows: Sequence[int] | Tensor, count: int) -> tuple[int, ...]:

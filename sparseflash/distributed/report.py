@@ -150,7 +150,7 @@ def report_of(
     received, sent = (x.long() for x in plan.costs.moved_of_shared(there, back))
     there, back = 2 * back, queries * head_dim * wide
     returned, sent_back = (x.long() for x in plan.costs.moved_of_shared(there, back))
-    tokens = plan.workload.tokens_of(plan.owner, plan.ranks).tolist()
+    tokens = plan.assignment.tokens.tolist()
     blocks = plan.costs.blocks.tolist()
     # Heads of a group fetch together, so a row fetches at least the keys of its densest head.
     parts = groups if mask.num_heads > 1 else 1

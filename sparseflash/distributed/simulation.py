@@ -159,8 +159,7 @@ class Demand:
         if selected < 1 and plan.split == "in place":
             plan = plan.not_in_place  # as calls with a DynamicMask are computed
         report = attention.report(plan)
-        assigned = plan.workload, plan.owner
-        division = divide_blocks(*assigned, plan.ranks).selected(selected)
+        division = divide_blocks(plan.assignment).selected(selected)
         heads = attention.batch * attention.heads / plan.mask.num_heads
         forward = torch.tensor([report.receive_bytes, report.send_bytes])
         backward = torch.tensor([report.backward_receive_bytes, report.backward_send_bytes])
@@ -183,7 +182,7 @@ class Demand:
             returned=backward.double().amax(0).tolist(),
             copied=copied.tolist(),
             added=added.tolist(),
-            rounds=receiving_rounds(*assigned, plan.costs.traffic).double().tolist(),
+            rounds=receiving_rounds(plan.assignment).double().tolist(),
             gathered_rows=division.gathered_rows.tolist(),
         )
 

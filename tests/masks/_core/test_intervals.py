@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from masks._core.intervals import Runs, combine, concatenate, empty, from_points
+from masks._core.intervals import Runs, combine, concatenate, empty, from_points, union
 
 CPU = torch.device("cpu")
 sets = st.sets(st.integers(0, 40))
@@ -49,3 +49,22 @@ def test_runs_that_hold_nothing():
     assert empty(CPU).size() == 0
     backwards = Runs(torch.tensor([3, 7]), torch.tensor([3, 9])).nonempty()
     assert backwards.expand().tolist() == [7, 8]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=12),
+    st.sampled_from([0, 2**40, 2**62]),  # past 2**60 a number and a length do not fit 64 bits
+)
+def test_union_of_runs_that_overlap(runs, far):
+    edges = torch.tensor([(begin, begin + length) for begin, length in runs]).long().view(-1, 2)
+    found = union(Runs(*edges.T).shift(far), Runs(*edges[:3].T).shift(far))
+    expected = from_points(
+        torch.tensor(
+            sorted({n for begin, end in edges.tolist() for n in range(begin, end)}),
+            dtype=torch.int64,
+        )
+    )
+    nonempty = found.nonempty().shift(-far)
+    assert nonempty.expand().tolist() == expected.expand().tolist()
+    if all(length for _, length in runs):
+        assert [edge.tolist() for edge in nonempty] == [edge.tolist() for edge in expected]

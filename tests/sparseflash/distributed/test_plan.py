@@ -368,7 +368,7 @@ def test_only_rows_that_attend_are_merged():
     """All rows are in the mask of a round if many that are not consecutive attend its keys."""
     plan = make_plan(masks.butterfly()(16384, 64), 2, "graph growing", split="keys")
     (each,) = plan.part(0).rounds
-    waiting = int(divide_blocks(plan.workload, plan.owner, 2).waiting_rows[0])
+    waiting = int(divide_blocks(plan.assignment).waiting_rows[0])
     assert len(each.rows) == 128
     assert 64 * waiting == len(each.attending) < count(each.queries)
     assert each.attending_at is each.attending

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 import masks
 from sparseflash.commands.simulate import hiding, parse_tokens, simulate
 from sparseflash.distributed import make_plan
-from sparseflash.distributed.assign import Workload
 from sparseflash.distributed.model import MERGED_ROW, OF_KEYS, Division, divide_blocks
 from sparseflash.distributed.simulation import (
     Attention,
@@ -31,7 +30,7 @@ def test_blocks_are_divided_by_who_owns_their_keys_and_by_what_their_rows_attend
     local, random = masks.local(100), masks.local(200) & masks.random(0.6, seed=1)
     mask = masks.stack([local, random, local])(1024, (32, 64))
     plan = make_plan(mask, 5, strategy)
-    found = divide_blocks(Workload(mask), plan.owner, 5)
+    found = divide_blocks(plan.assignment)
     for rank in range(5):
         part = plan.part(rank)
         mine, own = mask.to_blocks()[:, part.rows], torch.zeros(mask.grid.nk, dtype=torch.bool)
