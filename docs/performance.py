@@ -41,6 +41,7 @@ from records import (
 )
 
 from experiments.markdown import table, update, written
+from experiments.record import is_ours
 from sparseflash.gap import LARGE
 
 PAGE, README = ROOT / "docs/performance.md", ROOT / "README.md"
@@ -144,12 +145,13 @@ def suite(cell: Callable[[dict], str]) -> Callable[[dict], str]:
 def speedup(record: dict) -> str:
     """Times of every density at the longest length, with the speed-up and its ideal; gaps."""
     longest, rows = at_longest(record)
-    ours = [r for r in rows if r["implementation"] == "sparseflash"]
+    name = next(r["implementation"] for r in rows if is_ours(r["implementation"]))
+    ours = [r for r in rows if r["implementation"] == name]
     lines = []
     for pattern in dict.fromkeys(r["pattern"] for r in ours):
         line = [f"`{pattern}`"]
         for direction in DIRECTIONS:
-            own = find(rows, pattern, direction, "sparseflash")
+            own = find(rows, pattern, direction, name)
             flex = find(rows, pattern, direction, "flex")
             if own is None:
                 break

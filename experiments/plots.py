@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from experiments.cli import Baseline
 from experiments.pictures import COLOURS, ORIGIN, look, octaves, origin, panels, plain_values, save
-from experiments.record import Line, Measurement, Record, is_ours, lines
+from experiments.record import OURS, Line, Measurement, Record, is_ours, lines
 
 # Line styles distinguish implementations, colours and markers patterns.
 STYLES: dict[str, Any] = {
@@ -78,19 +78,21 @@ def draw(record: Record, stem: Path) -> list[Path]:
 
 
 def _speedup(rows: list[Measurement]) -> Figure:
-    """Time of our full mask over the time of each row; dense baselines are levels."""
+    """Time of our full mask over the time of each row; other full masks are levels.
+
+    If several of our backends were measured, it is the full mask of the first one.
+    """
     figure, axes = _panels(rows)
     families = _families(r for r in rows if r.family != "full")
+    own = _own(rows)
     for direction, ax in axes.items():
         here = [r for r in rows if r.direction == direction]
-        full = next(
-            (r for r in here if r.implementation == "sparseflash" and r.family == "full"), None
-        )
+        full = next((r for r in here if (r.implementation, r.family) == (own, "full")), None)
         if full is None:
             continue
         for (implementation, family), points in _lines(here).items():
-            look = _look(implementation, family, families)
-            if family == "full" and implementation != "sparseflash":
+            look = _look(implementation, family, families, own)
+            if family == "full" and implementation != own:
                 _level(ax, full.median_ms / points[0].median_ms, implementation)
             elif family != "full":
                 line = sorted((r.density, full.median_ms / r.median_ms) for r in points)
@@ -105,7 +107,7 @@ def _speedup(rows: list[Measurement]) -> Figure:
         }
         ax.annotate("ideal 1/s", (least, 1 / least), (-10, 2), **end)
         _density_axis(ax)
-    title = f"Speed-up over the full mask of sparseflash, N = {rows[0].seq_len:,}"
+    title = f"Speed-up over the full mask of {own}, N = {rows[0].seq_len:,}"
     figure.suptitle(f"{title}\n{_size(rows[0])}", fontsize=10)
     next(iter(axes.values())).set_ylabel("times faster")
     _legend(figure, rows, families)
@@ -152,12 +154,12 @@ def _against_length(
     rows: list[Measurement], value: Callable[[Measurement], float], title: str, unit: str
 ) -> Figure:
     figure, axes = _panels(rows)
-    families = _families(rows)
+    families, own = _families(rows), _own(rows)
     for direction, ax in axes.items():
         here = [r for r in rows if r.direction == direction]
         for (implementation, family), points in _lines(here).items():
             line = sorted((r.seq_len, value(r)) for r in points)
-            ax.plot(*zip(*line, strict=True), **_look(implementation, family, families))
+            ax.plot(*zip(*line, strict=True), **_look(implementation, family, families, own))
         _length_axis(ax, sorted({r.seq_len for r in rows}))
     next(iter(axes.values())).set_ylabel(unit)
     figure.suptitle(f"{title} against sequence length\n{_size(rows[0])}", fontsize=10)
@@ -244,13 +246,18 @@ def _families(rows: Iterable[Measurement]) -> dict[str, int]:
     return {family: i for i, family in enumerate(dict.fromkeys(r.family for r in rows))}
 
 
-def _look(implementation: str, family: str, families: dict[str, int]) -> dict:
+def _own(rows: Iterable[Measurement]) -> str:
+    """The first of our implementations, whose points are filled: OURS, or OURS:backend."""
+    return next((r.implementation for r in rows if is_ours(r.implementation)), OURS)
+
+
+def _look(implementation: str, family: str, families: dict[str, int], own: str) -> dict:
     style = look(families.get(family, 0))
     return style | {
         "linestyle": STYLES.get(implementation, "-"),
         "markersize": 4,
         "linewidth": 1.4,
-        "markerfacecolor": style["color"] if implementation == "sparseflash" else "white",
+        "markerfacecolor": style["color"] if implementation == own else "white",
     }
 
 
@@ -291,9 +298,9 @@ def _density_axis(ax: Axes) -> None:
 
 def _legend(figure: Figure, rows: list[Measurement], families: dict[str, int]) -> None:
     """Patterns by colour, then implementations by line and fill, at the right of the panels."""
+    own = _own(rows)
     patterns = [
-        Line2D([], [], label=family, **_look("sparseflash", family, families))
-        for family in families
+        Line2D([], [], label=family, **_look(own, family, families, own)) for family in families
     ]
     implementations = [
         Line2D(
@@ -302,7 +309,7 @@ def _legend(figure: Figure, rows: list[Measurement], families: dict[str, int]) -
             linestyle=STYLES.get(name, "-"),
             marker="o",
             markersize=4,
-            fillstyle="full" if name == "sparseflash" else "none",
+            fillstyle="full" if name == own else "none",
             label=NAMES.get(name, name),
         )
         for name in dict.fromkeys(r.implementation for r in rows)

@@ -67,6 +67,23 @@ def test_a_section_shows_the_record_of_each_device(performance, tmp_path):
         assert f"(../experiments/results/speedup-{stem}-speedup-16384.png)" in page
 
 
+def test_the_section_of_a_backend_has_the_rows_of_that_backend(performance, tmp_path):
+    named = replace(FULL, implementation="sparseflash:triton", median_ms=8.0)
+    rows = [
+        replace(r, direction=d)
+        for r in (named, replace(EIGHTH, implementation=named.implementation))
+        for d in PASSES
+    ]
+    save(tmp_path, "speedup", H200, rows)
+    (tmp_path / "triton").mkdir()
+    (tmp_path / f"speedup-{STEMS[H200]}.json").rename(
+        tmp_path / f"triton/speedup-{STEMS[H200]}.json"
+    )
+    page = performance.page()
+    assert "## The backend `triton`" in page
+    assert "| `local(16)` | 0.125 | 8.0x | 1.25 | 6.40x |" in page
+
+
 def test_the_picture_of_the_readme_is_of_the_device_that_was_measured_last(performance, tmp_path):
     assert performance.readme_picture() == ""
     speedup(tmp_path, H200, "2026-01-02")
