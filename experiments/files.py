@@ -31,8 +31,38 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path, absent: Any) -> Any:
-    """The value in a JSON file, or `absent` if there is no such file."""
-    return json.loads(path.read_text()) if path.exists() else absent
+    """The value in a JSON file, or `absent` if there is no such file.
+
+    Raises:
+        ValueError: The file is not JSON, for example because only a part of it was copied.
+    """
+    if not path.exists():
+        return absent
+    try:
+        return json.loads(path.read_text())
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"{path} must be JSON: {error}") from error
+
+
+def read_object(path: Path, what: str, keys: Iterable[str]) -> dict:
+    """The JSON object in a file.
+
+    Args:
+        path: The file.
+        what: What the file must be, for the message of an error.
+        keys: Keys that every such object has.
+
+    Raises:
+        ValueError: The file does not exist, is not JSON, or has no object with these keys.
+    """
+    found = read_json(path, None)
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path} must be {what}, got {'no object' if path.exists() else 'no file'}"
+        )
+    if lacking := [key for key in keys if key not in found]:
+        raise ValueError(f"{path} must be {what}, but has no {', '.join(map(repr, lacking))}")
+    return found
 
 
 def record_path(folder: Path, name: str, device: str) -> Path:
@@ -44,18 +74,24 @@ def record_path(folder: Path, name: str, device: str) -> Path:
 def shared(what: str, found: Iterable[str]) -> str:
     """The common value of all runs of a record. Raises ValueError if they differ."""
     distinct = set(found)
+    if not distinct:
+        raise ValueError(f"a record must have a run, of which the {what} is read; got none")
     if len(distinct) != 1:
         raise ValueError(f"runs of a record must have one {what}, got {sorted(distinct)}")
     return distinct.pop()
 
 
-def read_results(folders: Iterable[Path]) -> list[dict]:
-    """The contents of RESULT in folders of runs. Raises ValueError for a folder without it."""
-    paths = [folder / RESULT for folder in folders]
+def read_results(folders: Iterable[Path], what: str, keys: Iterable[str]) -> list[dict]:
+    """The contents of RESULT in folders of runs; `what` and `keys` as in `read_object`.
+
+    Raises:
+        ValueError: A folder has no such file, or one of another command.
+    """
+    paths, keys = [folder / RESULT for folder in folders], list(keys)
     for path in paths:
         if not path.exists():
             raise ValueError(f"{path.parent} has no {RESULT}: none of its runs has finished")
-    return [json.loads(path.read_text()) for path in paths]
+    return [read_object(path, what, keys) for path in paths]
 
 
 def _lines(value: object, depth: int = 1) -> str:

@@ -9,16 +9,16 @@ the same weights and reads the same tokens. So the losses of two exact attention
 rounding and dropout.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import masks
 from experiments.cli import (
     RESULTS,
     Output,
@@ -26,8 +26,10 @@ from experiments.cli import (
     help_of,
     needs_extra,
     output_file,
+    output_folder,
     usage_errors,
 )
+from experiments.files import read_object, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,7 +47,6 @@ TINY = 300  # size of the vocabulary of a tiny configuration
 DENSE = ("eager", "sdpa", "ours")
 ATTENTION = (*DENSE, "local(128) | butterfly() | global_tokens(64)")
 LENGTHS = (512, 1024, 2048, 4096)
-STEP_TOKENS = 16_384
 MASKED = 0.15  # share of the tokens that are masked in a sequence of BERT
 WARM_UP = 5  # first steps, which are not timed
 LAST = 20  # last steps, whose mean loss is compared
@@ -77,7 +78,7 @@ class Case:
     attention: str
     seq_len: int
     steps: int = 200
-    step_tokens: int = STEP_TOKENS
+    step_tokens: int = 16_384
     dropout: float = 0.1
     padding: float = 0.0
     learning_rate: float = 3e-4
@@ -96,6 +97,8 @@ class Case:
             raise ValueError(f"padding must be at least 0 and less than 1, got {self.padding}")
         if self.steps <= WARM_UP:
             raise ValueError(f"steps must be more than {WARM_UP}, got {self.steps}")
+        if self.attention not in DENSE:
+            masks.parse(self.attention)  # raises ValueError
 
     @property
     def vocabulary(self) -> int:
@@ -140,7 +143,6 @@ def set_attention(model: "PreTrainedModel", attention: str) -> None:
     Raises:
         ValueError: The attention is not one of those that Case names.
     """
-    import masks
     from sparseflash.integrations.huggingface import sparsify
 
     if attention in DENSE[:2]:
@@ -247,18 +249,18 @@ def measure_all(
         The record.
 
     Raises:
-        ValueError: The record is of other books, or a case cannot be trained: see train.
+        ValueError: The record is of other books or of another command, or a case cannot be
+            trained: see train.
     """
     import torch
 
     from experiments.environment import environment
-    from experiments.files import write_json
     from experiments.language_model.books import Books
 
     books = Books.read(data)
     record = {"data": dict(books.sha256), "rows": []}
     if output.exists():
-        record = json.loads(output.read_text())
+        record = read_record(output)
         if record["data"] != dict(books.sha256):
             raise ValueError(f"{output} is of other books than {data}: move it away first")
     measured_on = environment(torch.device(device))
@@ -275,6 +277,20 @@ def measure_all(
         record["rows"].append(row | {"environment": measured_on})
         write_json(output, record)
         show(f"{case.model}, {case.seq_len:,} tokens, {case.attention}: {result}")
+    return record
+
+
+def read_record(path: Path) -> dict:
+    """Reads a record that `measure` wrote.
+
+    Raises:
+        ValueError: The file is not such a record.
+    """
+    what = "a record of `experiments.pretraining measure`"
+    record = read_object(path, what, ("data", "rows"))
+    names = {field.name for field in fields(Case)}
+    if not all(isinstance(row, dict) and names <= row.keys() for row in record["rows"]):
+        raise ValueError(f"{path} must be {what}, whose rows have {', '.join(sorted(names))}")
     return record
 
 
@@ -314,21 +330,21 @@ def with_baselines(rows: Iterable[dict]) -> Iterator[tuple[dict, dict]]:
         yield row, baselines.setdefault(tuple(row[name] for name in names), row)
 
 
-def draw(record_path: Path) -> Path:
+def draw(record: dict, picture: Path) -> Path:
     """Draws the throughput and the losses of each attention, with a row of panels for each model.
 
     Throughput is drawn against length. Losses are drawn against steps, at the greatest length of
     the first attention of the model.
 
     Args:
-        record_path: File of the record.
+        record: The record.
+        picture: Path of the picture.
 
     Returns:
         The path of the picture.
     """
     from experiments.pictures import COLOURS, MARKERS, panels, save
 
-    record = json.loads(record_path.read_text())
     rows = [row for row in record["rows"] if "reason" not in row]
     models = list(dict.fromkeys(row["model"] for row in rows))
     attentions = list(dict.fromkeys(row["attention"] for row in rows))
@@ -353,7 +369,7 @@ def draw(record_path: Path) -> Path:
         loss.set(xlabel="steps", ylabel="loss, nats", title=f"{model}, {longest:,} tokens")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=8)
-    return save(figure, record_path)[0]
+    return save(figure, picture)[0]
 
 
 Attentions = Annotated[
@@ -372,12 +388,12 @@ def measure(
     attention: Attentions = list(ATTENTION),  # noqa: B006
     steps: Annotated[
         int, typer.Option(help=f"Training steps. The first {WARM_UP} are not timed.")
-    ] = 200,
-    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = STEP_TOKENS,
-    dropout: Annotated[float, typer.Option(min=0, max=0.9)] = 0.1,
+    ] = Case.steps,
+    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = Case.step_tokens,
+    dropout: Annotated[float, typer.Option(min=0, max=0.9)] = Case.dropout,
     padding: Annotated[
         float, typer.Option(help="Largest share of a sequence that is padding.")
-    ] = 0.0,
+    ] = Case.padding,
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
@@ -394,17 +410,28 @@ def measure(
             for length in lengths
             for each in attention
         ]
-        measure_all(cases, data, path, device)
-    show(path)
+        record = measure_all(cases, data, path, device)
+    print_and_draw(record, path.with_suffix(".png"))
 
 
 @app.command()
-def show(record: Annotated[Path, typer.Argument(exists=True, dir_okay=False)]) -> None:
+def show(
+    record: Annotated[Path, typer.Argument(exists=True, dir_okay=False)],
+    output: Output = RESULTS,
+    overwrite: Overwrite = False,
+) -> None:
     """Print the table of a record and draw its picture."""
+    with usage_errors():
+        found = read_record(record)
+    print_and_draw(found, output_folder(output, overwrite) / f"{record.stem}.png")
+
+
+def print_and_draw(record: dict, picture: Path) -> None:
+    """Prints the table of a record and draws its picture, whose path is given."""
     from experiments.report import wide_console
 
-    wide_console().print(table_of(json.loads(record.read_text())))
-    print(f"wrote {draw(record)}")
+    wide_console().print(table_of(record))
+    print(f"wrote {draw(record, picture)}")
 
 
 if __name__ == "__main__":

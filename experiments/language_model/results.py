@@ -9,6 +9,9 @@ from rich.table import Table
 from experiments.files import read_results, record_path, shared, write_json
 from experiments.pictures import look, panels, save
 
+RESULT_OF = "a result of `experiments.language_model train`"
+KEYS = ("model", "data", "bits_per_byte", "bytes_per_second", "positions", "curve", "environment")
+
 
 def gather(name: str, folders: list[Path], output: Path) -> tuple[Path, Path]:
     """Writes language-model-NAME-DEVICE.json and a picture of it.
@@ -33,7 +36,7 @@ def gather(name: str, folders: list[Path], output: Path) -> tuple[Path, Path]:
 
 def record_of(name: str, folders: list[Path]) -> dict:
     """The contents of the record; see `gather`."""
-    names, runs = [folder.name for folder in folders], read_results(folders)
+    names, runs = [folder.name for folder in folders], read_results(folders, RESULT_OF, KEYS)
     if len(set(names)) < len(names):
         raise ValueError(f"runs of a record must have distinct names, got {names}")
     shared("data", (str(run["data"]) for run in runs))

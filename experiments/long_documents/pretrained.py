@@ -267,7 +267,8 @@ def gather(folders: list[Path]) -> dict:
     Raises:
         ValueError: A folder has no result, or the runs differ in data or device.
     """
-    runs = read_results(folders)
+    keys = ("name", "data", "tokens", "micro_f1", "environment")
+    runs = read_results(folders, "a result of `experiments.long_documents tune`", keys)
     shared("data", (run["data"] for run in runs))
     device = shared("device", (run["environment"]["device"] for run in runs))
     lengths = {}

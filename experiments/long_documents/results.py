@@ -5,11 +5,13 @@ from pathlib import Path
 
 from rich.table import Table
 
-from experiments.files import record_path, shared, write_json
+from experiments.files import read_object, record_path, shared, write_json
 from experiments.long_documents.authors import DATA
 from experiments.lra.results import ended, in_words
 from experiments.lra.seeds import summary_of
 from experiments.pictures import COLOURS, panels, save
+
+FLOORS = ("data", "floors")  # keys of their record
 
 
 def gather(name: str, runs: Path, floors: Path, output: Path) -> tuple[dict, tuple[Path, Path]]:
@@ -25,12 +27,17 @@ def gather(name: str, runs: Path, floors: Path, output: Path) -> tuple[dict, tup
         The record, and the paths.
 
     Raises:
-        ValueError: No length has a result, or the runs differ in data or device.
+        ValueError: A file is of another command, no length has a result, or the runs differ in
+            data or device.
     """
-    known = json.loads(floors.read_text())
+    known = read_object(floors, "a record of `experiments.long_documents floors`", FLOORS)
+    folders = [folder for folder in runs.glob("[0-9]*") if folder.name.isdecimal()]
+    if not folders:
+        raise ValueError(f"{runs} must have a folder for each length, such as 4096; it has none")
     lengths, devices = {}, []
-    for folder in sorted(runs.glob("[0-9]*"), key=lambda folder: int(folder.name)):
-        if json.loads((folder / DATA).read_text()) != known["data"]:
+    for folder in sorted(folders, key=lambda folder: int(folder.name)):
+        books = read_object(folder / DATA, "written by `experiments.long_documents train`", ())
+        if books != known["data"]:
             raise ValueError(f"{folder} was trained on other books than {floors} is of")
         results = ended(folder)
         devices += [run["environment"]["device"] for run in results]

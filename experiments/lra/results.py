@@ -17,15 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.cli import RESULTS, Output, Overwrite, output_folder, usage_errors
-from experiments.files import RESULT, record_path, shared, write_json
+from experiments.files import RESULT, read_object, record_path, shared, write_json
+from experiments.lra.curriculum import WHOLE_RESULT
 from experiments.lra.seeds import summary_of
 from experiments.markdown import in_percent
 from experiments.pictures import COLOURS, panels, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-CURRICULUM = "curriculum.json"
 
 
 def main(
@@ -47,16 +46,16 @@ def main(
 def ended(group: Path) -> list[dict]:
     """The result of each seed of a group, or the newest one if a run was resumed.
 
-    Raises ValueError for a folder without results.
+    Raises ValueError for a folder without results, or with those of another command.
     """
     newest = {}
     results = sorted(group.rglob(RESULT), key=lambda path: path.stat().st_mtime)
-    for path in (*results, *group.rglob(CURRICULUM)):
-        run = json.loads(path.read_text())
+    for path in (*results, *group.rglob(WHOLE_RESULT)):
+        run = read_object(path, "a result of `experiments.lra`", ("seed", "stuck"))
         # Pre-training, or stopped before its test; the result of a stuck stage says so.
-        if "test/accuracy" not in run and (path.name == CURRICULUM or not run["stuck"]):
+        if "test/accuracy" not in run and (path.name == WHOLE_RESULT or not run["stuck"]):
             continue
-        if path.name == CURRICULUM:
+        if path.name == WHOLE_RESULT:
             run |= one_curve(run)
         newest[path.relative_to(group).parts[0]] = run
     if not newest:

@@ -66,6 +66,8 @@ def main(
     path = output_file(output, f"lra-{name}", device.type, overwrite)
     with usage_errors(MissingData):
         cases = {task: steps.case_of(task, real, scale) for task in tasks.split(",")}
+    known = dict.fromkeys(i.attention for case in cases.values() for i in case.implementations)
+    check_known("attention", only or (), known)
     found, failed = [], []
     record = environment(device) | {
         "memory": METHOD[device.type],

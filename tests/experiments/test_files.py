@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.files import read_json, write_json
+from experiments.files import read_json, read_object, write_json
 
 
 def test_folders_are_made_and_no_draft_is_left(tmp_path):
@@ -48,3 +48,19 @@ def test_a_file_that_does_not_exist_has_the_value_for_that(tmp_path):
     assert read_json(path, absent=[1]) == [1]
     write_json(path, {"a": 2})
     assert read_json(path, absent=[1]) == {"a": 2}
+
+
+def test_a_file_of_another_kind_or_a_part_of_a_file_is_named(tmp_path):
+    path = tmp_path / "a.json"
+    with pytest.raises(ValueError, match=r"a\.json must be a record, got no file"):
+        read_object(path, "a record", ["rows"])
+    write_json(path, {"data": 1})
+    assert read_object(path, "a record", ["data"]) == {"data": 1}
+    with pytest.raises(ValueError, match=r"a\.json must be a record, but has no 'rows', 'floors'"):
+        read_object(path, "a record", ["rows", "data", "floors"])
+    path.write_text(path.read_text()[:-4])
+    with pytest.raises(ValueError, match=r"a\.json must be JSON: "):
+        read_object(path, "a record", ["data"])
+    write_json(path, [1])
+    with pytest.raises(ValueError, match="must be a record, got no object"):
+        read_object(path, "a record", [])

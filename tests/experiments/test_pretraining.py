@@ -7,6 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from experiments import pretraining
+from experiments.cli import SHIPPED
 from experiments.language_model.books import SPLITS, Books, build
 from experiments.pretraining import IGNORED, Case, app, batches, draw, measure_all, table_of, train
 from tests.experiments.language_model.test_books import write_books
@@ -88,7 +89,7 @@ def test_a_record_goes_on_and_has_a_table_and_a_picture(tmp_path, monkeypatch):
     columns = [list(column.cells) for column in table_of(record).columns]
     assert columns[6] == ["1.00", ""]
     assert columns[5][1] == "out of memory"
-    assert draw(path).read_bytes().startswith(b"\x89PNG")
+    assert draw(record, tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_commands(tmp_path):
@@ -98,7 +99,24 @@ def test_commands(tmp_path):
     small = ["--length", "64", "--steps", "6", "--step-tokens", "64", "--attention", "ours"]
     said = CliRunner().invoke(app, [*given, *small])
     assert "pretraining-cpu.png" in said.output.replace("\n", "")
+    record = tmp_path / "pretraining-cpu.json"
+    measured = json.loads(record.read_text())["rows"]
+    shown = CliRunner().invoke(app, ["show", str(record), "--output", str(tmp_path / "shown")])
+    assert (tmp_path / "shown/pretraining-cpu.png").exists(), shown.output
+    # A pattern that cannot be read ends the command before the first training.
+    unread = [*given, *small, "--attention", "sdpa", "--attention", "nothing"]
+    assert CliRunner().invoke(app, unread).exit_code == 2
+    assert json.loads(record.read_text())["rows"] == measured
+    other, half = tmp_path / "other.json", tmp_path / "half.json"
+    other.write_text('{"data": {}, "rows": [{"problem": "full"}]}')
+    half.write_text(record.read_text()[:-9])
     for wrong, message in (
+        (["show", str(other)], "whose rows have attention, dropout,"),
+        (["show", str(half)], "must be JSON"),
+        (
+            ["show", str(record), "--output", str(SHIPPED)],
+            "is a folder of the package, which has records",
+        ),
         ([*given, *small, "--padding", "1"], "padding must be at least 0"),
         ([*given, *small[:-1], "nothing"], "nothing"),
         (["measure", "gpt3", *given[2:]], "model must be one of gpt2"),

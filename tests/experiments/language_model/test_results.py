@@ -62,3 +62,11 @@ def test_runs_that_do_not_compare(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty has no result\.json"):
         gather("x", [tmp_path / "empty"], tmp_path)
+
+
+def test_a_run_of_another_command_is_named(tmp_path):
+    write_json(tmp_path / "arena/result.json", {"test/accuracy": 0.5, "environment": {}})
+    with pytest.raises(
+        ValueError, match=r"must be a result of `experiments\.language_model train`"
+    ):
+        gather("pays", [tmp_path / "arena"], tmp_path)

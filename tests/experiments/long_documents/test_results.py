@@ -45,5 +45,16 @@ def test_runs_and_floors_of_other_books_do_not_compare(tmp_path):
     with pytest.raises(ValueError, match="was trained on other books"):
         gather("authors", tmp_path / "runs", tmp_path / "floors.json", tmp_path)
     (tmp_path / "none").mkdir()
-    with pytest.raises(ValueError, match="must have one device, got"):
+    with pytest.raises(ValueError, match="must have a folder for each length"):
         gather("authors", tmp_path / "none", tmp_path / "floors.json", tmp_path)
+
+
+def test_files_of_other_commands_are_named(tmp_path):
+    write_runs(tmp_path / "runs")
+    write_json(tmp_path / "lra-floors.json", {"floors": {}})
+    with pytest.raises(ValueError, match=r"floors\.json must be a record of .* has no 'data'"):
+        gather("authors", tmp_path / "runs", tmp_path / "lra-floors.json", tmp_path)
+    write_floors(tmp_path / "floors.json")
+    (tmp_path / "runs/512/data.json").unlink()
+    with pytest.raises(ValueError, match=r"data\.json must be written by .* got no file"):
+        gather("authors", tmp_path / "runs", tmp_path / "floors.json", tmp_path)

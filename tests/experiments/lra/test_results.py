@@ -93,3 +93,11 @@ def test_a_group_that_is_stuck_throughout():
     record = results.record_of("x", {"a": [run(0, 0.17, stuck=True)]})
     assert "class prior" not in record["floors"]
     assert list(next(iter(results.table_of(record).columns[1:])).cells) == ["1 stuck"]
+
+
+def test_a_folder_of_another_command_is_named(tmp_path):
+    leave(tmp_path / "dense-1k", {"bits_per_byte": 1.5, "seed": 0})
+    with pytest.raises(
+        ValueError, match=r"must be a result of `experiments\.lra`, but has no 'stuck'"
+    ):
+        results.ended(tmp_path)

@@ -51,6 +51,12 @@ def test_table_is_measured_and_kept(tmp_path, capsys):
     assert "butterfly() of 64" in capsys.readouterr().out
 
 
+def test_an_attention_that_no_task_is_measured_with_is_an_error(tmp_path):
+    with pytest.raises(typer.BadParameter, match="unknown attention 'butterfly'; known: standard"):
+        speed.main(tasks="image", only=["standard", "butterfly"], output=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_step_that_no_graph_holds_is_told_and_the_others_are_kept(tmp_path, monkeypatch, capsys):
     def measured(task, case, implementation, compiled, device):
         yield step(task, implementation.attention, "events", 2.0)
