@@ -157,7 +157,7 @@ def test_patterns_of_a_module_are_shown(tmp_path):
 
 def test_a_pattern_that_cannot_be_built_is_named():
     wrong = Entry("wrong tree", "tree([-1], prefix_len=3)", "", 64)
-    with pytest.raises(ValueError, match="wrong tree cannot be built: .* a tree of 1 nodes"):
+    with pytest.raises(ValueError, match=r"wrong tree cannot be built: .* a tree of 1 nodes"):
         list(sections([wrong]))
 
 
