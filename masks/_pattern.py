@@ -106,9 +106,20 @@ class Pattern(Handled):
         build = _Operation(lambda mask: ~mask, (self,))
         return Pattern(_within_limit(f"~{self.name}"), build, recipe, self.block_size)
 
+    def _after(self, other: object) -> "Pattern":
+        """The error of `other & self` and the like; Python asks the other operand first."""
+        if isinstance(other, BlockMask):
+            raise TypeError(
+                "operands must be two patterns or two block masks, got a Pattern and a BlockMask: "
+                "call the pattern with mask.seq_len and mask.block_size"
+            )
+        return NotImplemented
+
+    __rand__ = __ror__ = __rsub__ = __rxor__ = _after
+
     def _with(self, sign: str, rule, other: "Pattern") -> "Pattern":
         if not isinstance(other, Pattern):
-            return NotImplemented
+            return self._after(other)
         if sign in ("&", "|") and self == other:
             return self
         name = _within_limit(f"({self.name} {sign} {other.name})")

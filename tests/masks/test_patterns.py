@@ -332,6 +332,15 @@ def test_parse_says_what_a_file_lacks(name, message, tmp_path):
             lambda: masks.longformer(1),
             r"longformer takes \(window, num_global\): missing a required argument: 'num_global'",
         ),
+        (
+            lambda: operator.and_(masks.causal(), masks.full()(64)),
+            "two patterns or two block masks, got",
+        ),
+        (
+            lambda: operator.sub(masks.full()(64), masks.causal()),
+            "two patterns or two block masks, got",
+        ),
+        (lambda: operator.or_(masks.causal(), 3), "unsupported operand type"),
         (lambda: masks.stack(masks.full()), "masks must be a list with one for each head"),
         (lambda: masks.parse(3), "text must be a string, got int"),
         (lambda: masks.causal(align="middle"), "align must be one of"),
