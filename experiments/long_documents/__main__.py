@@ -24,6 +24,7 @@ from experiments.cli import (
     output_folder,
     usage_errors,
 )
+from experiments.long_documents.settings import Settings
 
 app = typer.Typer(add_completion=False, help=help_of(__doc__), rich_markup_mode=None)
 LENGTHS = tuple(2**n for n in range(9, 17))
@@ -126,23 +127,27 @@ def tune(
         typer.Argument(exists=True, file_okay=False, help="Folder of an encoder of transformers."),
     ],
     tokens: Annotated[int, typer.Option(min=16, help="Tokens of a document that are read.")] = 512,
-    attention: Annotated[str, typer.Option(help="eager, sdpa, ours, or a pattern.")] = "ours",
-    steps: Annotated[int, typer.Option(min=1)] = 4000,
-    batch_size: Annotated[int, typer.Option(min=1, help="Documents of a step.")] = 16,
-    every: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = 500,
-    learning_rate: float = 2e-5,
-    warmup_steps: Annotated[int, typer.Option(min=0)] = 200,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    attention: Annotated[str, typer.Option(help="eager, sdpa, ours, or a pattern.")] = (
+        Settings.attention
+    ),
+    steps: Annotated[int, typer.Option(min=1)] = Settings.steps,
+    batch_size: Annotated[int, typer.Option(min=1, help="Documents of a step.")] = (
+        Settings.batch_size
+    ),
+    every: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = Settings.every,
+    learning_rate: float = Settings.learning_rate,
+    warmup_steps: Annotated[int, typer.Option(min=0)] = Settings.warmup_steps,
+    seed: Annotated[int, typer.Option(min=0)] = Settings.seed,
     output: Annotated[Path, typer.Option(file_okay=False)] = Path("runs"),
     seconds: Annotated[
         float | None, typer.Option(min=1, help="End the run after this time.")
     ] = None,
 ) -> None:
     """Fine-tune a pre-trained encoder on documents with several labels, in the folder
-    OUTPUT/SOURCE/TOKENS/seedN; the same command resumes."""
+    OUTPUT/SOURCE/TOKENS/seedN; the same command resumes a run that --seconds or Ctrl-C stopped."""
     needs_extra("hf", "transformers")
     from experiments.long_documents.labelled import SOURCES
-    from experiments.long_documents.pretrained import Run, Settings
+    from experiments.long_documents.pretrained import Run
 
     if source not in SOURCES:
         raise typer.BadParameter(f"source must be one of {', '.join(SOURCES)}, got {source!r}")

@@ -7,7 +7,7 @@ the FlashAttention paper.
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from statistics import fmean, stdev
@@ -21,7 +21,9 @@ from torchmetrics.classification import BinaryF1Score
 
 from experiments.environment import environment
 from experiments.files import RESULT, read_results, shared, write_json
+from experiments.interruption import Interrupt
 from experiments.long_documents.labelled import Document, Labelled
+from experiments.long_documents.settings import Settings
 from experiments.lra.batches import StepBatches
 from experiments.lra.learner import read_checkpoint
 from experiments.pretraining import set_attention
@@ -32,37 +34,6 @@ if TYPE_CHECKING:
 POSITIONS = "embeddings.position_embeddings.weight"
 MULTIPLE = 64  # the length of a batch is a multiple of so many tokens
 TOKENIZER = "tokenizer.json"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings that determine the result of a run.
-
-    Attributes:
-        encoder: Folder of a model and its tokenizer, saved by transformers.
-        tokens: Number of tokens that are read of a document.
-        attention: As in experiments.pretraining.Case.
-        steps: Number of steps of the whole run.
-        batch_size: Number of documents of a step.
-        every: Number of steps between validations. The best one of them is tested.
-        learning_rate, warmup_steps: Learning rate of AdamW, with linear decay after the warm-up.
-        seed: Seed of the new layer, of the order of documents and of dropout.
-    """
-
-    encoder: str
-    tokens: int
-    attention: str = "ours"
-    steps: int = 4000
-    batch_size: int = 16
-    every: int = 500
-    learning_rate: float = 2e-5
-    warmup_steps: int = 200
-    seed: int = 0
-
-    def __post_init__(self):
-        for name in ("tokens", "steps", "batch_size", "every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 def lengthened(folder: Path, labels: int, tokens: int) -> "PreTrainedModel":
@@ -176,18 +147,26 @@ class Run:
 
         Returns:
             The contents of result.json, or None if the time limit was reached.
+
+        Raises:
+            KeyboardInterrupt: On Ctrl-C, after the current step and its checkpoint.
         """
-        end = None if seconds is None else time.time() + seconds
+        end = math.inf if seconds is None else time.time() + seconds
         left = self.settings.steps - self.step
         batches = islice(self.batches.training(self.step), left)
-        for batch in track(batches, f"training, {self.settings.tokens:,} tokens", left):
-            self._train_step(batch)
-            if self.step % self.settings.every == 0 or self.step == self.settings.steps:
-                self._validate()
-            elif end is not None and time.time() > end:
-                self._save(self.last)
-            if end is not None and time.time() > end and self.step < self.settings.steps:
-                return None
+        with Interrupt() as interrupt:
+            for batch in track(batches, f"training, {self.settings.tokens:,} tokens", left):
+                self._train_step(batch)
+                is_last = self.step == self.settings.steps
+                stops = interrupt.asked or time.time() > end
+                if self.step % self.settings.every == 0 or is_last:
+                    self._validate()
+                elif stops:
+                    self._save(self.last)
+                if interrupt.asked and stops:
+                    raise KeyboardInterrupt
+                if stops and not is_last:
+                    return None
         self._load(self.best)
         result = self.facts | {
             "labels": len(self.data.labels),

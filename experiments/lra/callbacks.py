@@ -1,10 +1,8 @@
 """Callbacks of the trainer: progress bar, learning curve, checkpoints, early ends of runs."""
 
-import signal
 import time
 from math import sqrt
 from pathlib import Path
-from threading import current_thread, main_thread
 from typing import Literal
 
 import lightning as L
@@ -22,6 +20,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from experiments.files import write_json
+from experiments.interruption import Interrupt
 from experiments.lra.learner import Learner, read_checkpoint
 from experiments.lra.tasks import Batch
 from experiments.module import TrainingModule
@@ -229,46 +228,34 @@ class Interruption(Checkpoint):
 
     def __init__(self, every: int = 10):
         self.every = every
-        self.asked = False
-        self._before = None
+        self._interrupt = Interrupt(rank_zero_info)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == TrainerFn.FITTING and current_thread() is main_thread():
-            self._before = signal.signal(signal.SIGINT, self._ask)
+        if stage == TrainerFn.FITTING:
+            self._interrupt.begin()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._restore()
+        self._interrupt.end()
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        self._restore()
+        self._interrupt.end()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Learner, outputs: dict, batch: Batch, batch_idx: int
     ) -> None:
         if not ends_step(trainer, batch_idx):
             return
-        stops = self.asked
+        stops = self._interrupt.asked
         if trainer.world_size > 1:
             looks = trainer.global_step % self.every == 0
-            stops = looks and trainer.strategy.reduce_boolean_decision(self.asked, all=False)
+            stops = looks and trainer.strategy.reduce_boolean_decision(stops, all=False)
         if stops:
             rank_zero_info(f"To go on: --ckpt_path {save_last(trainer)}")
             raise KeyboardInterrupt
         if trainer.global_step == trainer.max_steps:
             save_last(trainer)
-
-    def _ask(self, *_) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        rank_zero_info("Stops after this step; interrupt once more to stop at once.")
-
-    def _restore(self) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            self._before = None
 
 
 def ends_step(trainer: L.Trainer, batch_idx: int) -> bool:

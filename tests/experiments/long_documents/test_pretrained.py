@@ -1,6 +1,7 @@
 """A tiny encoder with random weights on longer documents than its positions."""
 
 import json
+import signal
 from dataclasses import replace
 
 import pytest
@@ -160,6 +161,26 @@ def test_a_run_goes_on_with_the_same_weights(attention, encoder, tmp_path):
         assert torch.equal(weight, again.model.state_dict()[name]), name
     with pytest.raises(ValueError, match=r"last\.ckpt is of a run with other settings"):
         Run(replace(asked, learning_rate=1e-4), DATA, tmp_path / "part")
+
+
+def test_ctrl_c_saves_the_step_that_is_being_made(encoder, tmp_path, monkeypatch):
+    asked = settings(encoder, steps=6, every=10)
+    train_step = Run._train_step
+
+    def interrupted(run, batch):
+        if run.step == 1:
+            signal.raise_signal(signal.SIGINT)
+        train_step(run, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "_train_step", interrupted)
+        run = Run(asked, DATA, tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            run.train()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    again = Run(asked, DATA, tmp_path)
+    assert again.step == 2
+    assert again.train() is not None
 
 
 def test_micro_f1_counts_labels_of_all_documents_at_once(encoder, tmp_path):
