@@ -30,7 +30,7 @@ from experiments.cli import (
     Overwrite,
     Passes,
     Suite,
-    check_known,
+    check_backend,
     needs_cuda,
     output_file,
     parse_densities,
@@ -235,11 +235,10 @@ def parse_backends(text: str) -> tuple[str, ...]:
     """Implementations, "sparseflash" or "sparseflash:backend"."""
     from experiments.baselines import ANY_ORDER
     from experiments.record import OURS
-    from sparseflash.backends import BACKENDS
 
-    known = ["auto", *(backend.name for backend in BACKENDS)]
     names = [name.strip() for name in text.split(",")]
-    check_known("backend", [name.removesuffix(ANY_ORDER) for name in names], known)
+    for name in names:
+        check_backend(name.removesuffix(ANY_ORDER))
     return tuple(OURS if name == "auto" else f"{OURS}:{name}" for name in names)
 
 

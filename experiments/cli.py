@@ -172,6 +172,13 @@ def check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
         raise typer.BadParameter(f"unknown {what} {unknown[0]!r}; known: {', '.join(known)}")
 
 
+def check_backend(name: str) -> None:
+    """Raises typer.BadParameter for a name that is neither auto nor a backend."""
+    from sparseflash.backends import BACKENDS
+
+    check_known("backend", [name], ["auto", *(backend.name for backend in BACKENDS)])
+
+
 def parse_baselines(text: str) -> tuple[str, ...]:
     """Names of baselines. Raises typer.BadParameter for an unknown one."""
     if text == "none":

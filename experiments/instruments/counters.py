@@ -26,6 +26,7 @@ from experiments.cli import (
     Baselines,
     Output,
     Overwrite,
+    check_backend,
     needs,
     needs_cuda,
 )
@@ -121,6 +122,7 @@ def main(
     """Read hardware counters of the kernels under Nsight Compute (ncu)."""
     if only and only not in PROBLEMS:
         raise typer.BadParameter(f"--only must be one of {'; '.join(PROBLEMS)}, got {only!r}")
+    check_backend(backend)
     needs_cuda()
     needs(shutil.which("ncu"), "ncu (Nsight Compute) on the PATH")
     from experiments.measure import SkipReasons

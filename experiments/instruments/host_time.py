@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from experiments.cli import RESULTS, Device, Output, Overwrite, resolve
+from experiments.cli import RESULTS, Device, Output, Overwrite, check_backend, resolve
 from experiments.instruments import Log, command
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def main(
     overwrite: Overwrite = False,
 ) -> None:
     """Measure the host time of a call and of its backward pass, in microseconds."""
+    check_backend(backend)
     kind = resolve(Device.AUTO)
     shape = {"batch": 1, "heads": heads, "seq_len": seq_len, "head_dim": head_dim}
     shape |= {"block_size": block_size, "backend": backend}

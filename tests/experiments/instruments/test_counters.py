@@ -141,3 +141,9 @@ def test_kernels_are_counted(tmp_path):
     found = path.read_text()
     assert '"kernel": "forward"' in found
     assert torch.cuda.get_device_name() in found
+
+
+def test_an_unknown_backend_is_an_error(tmp_path):
+    with pytest.raises(BadParameter, match="unknown backend 'hoper'; known: auto, cpu"):
+        counters.main(backend="hoper", output=tmp_path)
+    assert not list(tmp_path.iterdir())

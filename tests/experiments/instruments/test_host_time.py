@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+import typer
 
 from experiments.instruments import host_time
 
@@ -42,3 +43,9 @@ def test_torchs_engine_is_timed_on_a_function_that_computes_nothing():
 def test_launches_are_counted():
     x = torch.zeros(8, device="cuda")
     assert host_time.count_launches(lambda: x.add_(1).add_(1)) == 2
+
+
+def test_an_unknown_backend_is_an_error(tmp_path):
+    with pytest.raises(typer.BadParameter, match="unknown backend 'hoper'; known: auto, cpu"):
+        host_time.main(backend="hoper", output=tmp_path)
+    assert not list(tmp_path.iterdir())
