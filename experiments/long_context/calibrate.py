@@ -101,9 +101,9 @@ def main(
         "ranks": lambda row: f"{row.ranks}",
         "tokens": lambda row: f"{row.seq_len}",
         "forward ms": lambda row: f"{row.forward_ms:.2f}",
-        "predicted": lambda row: f"{row.predicted_forward_ms:.2f}",
+        "predicted forward": lambda row: f"{row.predicted_forward_ms:.2f}",
         "both ms": lambda row: f"{row.total_ms:.2f}",
-        "predicted ": lambda row: f"{row.predicted_total_ms:.2f}",
+        "predicted both": lambda row: f"{row.predicted_total_ms:.2f}",
         "error": lambda row: f"{row.total_error:+.1%}",
     }
     log.show("Each pattern predicted from the others", ("kind", "pattern"), figures)

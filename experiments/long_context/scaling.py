@@ -47,8 +47,8 @@ def main(
         int | None,
         typer.Option(min=1, help="Tokens of a rank (weak) or of the sequence (strong)."),
     ] = None,
-    heads: Annotated[int, typer.Option(min=1)] = 16,
-    kv_heads: Annotated[int, typer.Option(min=1)] = 16,
+    heads: Annotated[int, typer.Option(min=1)] = HEADS,
+    kv_heads: Annotated[int, typer.Option(min=1)] = HEADS,
     head_dim: Annotated[int, typer.Option(min=8, max=256)] = 128,
     window: Annotated[int, typer.Option(min=1, help="Tokens of a window, and of top-k.")] = 4096,
     only: Annotated[str, typer.Option(help="Patterns, separated by commas. Default: all.")] = "",
@@ -134,7 +134,9 @@ def main(
             dist.barrier()
     if log is not None:
         measurement.show_predicted(said)
-        if not dry_run:
+        if dry_run:
+            print(f"wrote {log.path}")
+        else:
             log.add("end", [], {}, complete=True)
             measurement.show(log, said)
         for path in draw(log.path):

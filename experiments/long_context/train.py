@@ -24,31 +24,39 @@ def main(
     output: Annotated[Path, typer.Option(file_okay=False, help="Folder of checkpoints.")] = Path(
         "runs/long-context"
     ),
-    task: Task = Task.COPY,
+    task: Task = Settings.task,
     text: Annotated[
         Path | None, typer.Option(exists=True, help="File or folder that the task text reads.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=64, help="Tokens of a sequence.")] = 4096,
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens of a sequence.")] = Settings.tokens,
     pattern: Annotated[str, typer.Option(help="A pattern that `python -m masks` reads.")] = (
         Settings.pattern
     ),
-    block_size: Annotated[int, typer.Option(min=16, max=256)] = 128,
-    strategy: Annotated[str, typer.Option(help="Strategy of the context plan.")] = "auto",
-    context: Annotated[int, typer.Option(min=1, help="Ranks that share a sequence.")] = 1,
-    layers: Annotated[int, typer.Option(min=1)] = 2,
-    width: Annotated[int, typer.Option(min=16)] = 128,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
-    kv_heads: Annotated[int, typer.Option(min=1)] = 2,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step, over all ranks.")] = 4,
-    steps: Annotated[int, typer.Option(min=1)] = 100,
-    lr: float = 1e-3,
-    warm_up: Annotated[int, typer.Option(min=1, help="Steps of warm-up.")] = 10,
+    block_size: Annotated[int, typer.Option(min=16, max=256)] = Settings.block_size,
+    strategy: Annotated[
+        str, typer.Option(help="Strategy of the context plan.")
+    ] = Settings.strategy,
+    context: Annotated[
+        int, typer.Option(min=1, help="Ranks that share a sequence.")
+    ] = Settings.context,
+    layers: Annotated[int, typer.Option(min=1)] = Settings.layers,
+    width: Annotated[int, typer.Option(min=16)] = Settings.width,
+    heads: Annotated[int, typer.Option(min=1)] = Settings.heads,
+    kv_heads: Annotated[int, typer.Option(min=1)] = Settings.kv_heads,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Sequences of a step, over all ranks.")
+    ] = Settings.batch,
+    steps: Annotated[int, typer.Option(min=1)] = Settings.steps,
+    lr: float = Settings.lr,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps of warm-up.")] = Settings.warm_up,
     recompute: Annotated[
         bool, typer.Option(help="Recompute activations in the backward pass.")
-    ] = True,
-    precision: Precision = Precision.MIXED,
-    seed: int = 0,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
+    ] = Settings.recompute,
+    precision: Precision = Settings.precision,
+    seed: int = Settings.seed,
+    save_every: Annotated[
+        int, typer.Option(min=1, help="Steps between checkpoints.")
+    ] = Settings.save_every,
     lightning: Annotated[
         bool, typer.Option("--lightning", help="Use the Trainer of Lightning.")
     ] = False,

@@ -123,6 +123,7 @@ def test_a_dry_run_predicts_what_a_run_would_measure(tmp_path, monkeypatch):
     arguments += ["--output", str(tmp_path), "--machine", str(machine)]
     done = run(*arguments)
     assert done.exit_code == 0, done.output
+    assert f"{PREDICTED}.json" in "".join(done.output.split())
     record = json.loads((tmp_path / f"{PREDICTED}.json").read_text())
     assert (record["complete"], record["rows"]) == (True, [])
     assert record["machine"]["tflops"] == 2.0
