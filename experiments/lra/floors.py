@@ -1,6 +1,6 @@
 """The accuracy of trivial predictors of each task, the floor of every result.
 
-    python -m experiments.lra.floors --samples 20000 --output runs/lra-floors.json
+    python -m experiments.lra.floors --samples 20000
 
 `floor_readers` defines these predictors.
 """
@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from experiments.cli import (
+    RESULTS,
     SHIPPED,
     Overwrite,
     check_known,
@@ -26,7 +27,7 @@ from experiments.files import read_json, write_json
 if TYPE_CHECKING:
     from experiments.lra.tasks import Task
 
-RESULTS = SHIPPED / "lra-floors.json"
+RECORD = SHIPPED / "lra-floors.json"
 SIDES = (32, 64, 128, 256)
 
 
@@ -38,16 +39,15 @@ def floors(task: "Task") -> dict[str, float]:
 @cache
 def recorded() -> dict[str, dict[str, float]]:
     """The floors of the shipped record: by the name of a task, by that of a predictor."""
-    return json.loads(RESULTS.read_text())["floors"]
+    return json.loads(RECORD.read_text())["floors"]
 
 
 def main(
     samples: Annotated[
         int, typer.Option(help="Samples of each task. A fifth of them is for testing.", min=100)
     ] = 20_000,
-    output: Annotated[Path, typer.Option(dir_okay=False, help="The record.")] = Path(
-        "runs/lra-floors.json"
-    ),
+    output: Annotated[Path, typer.Option(dir_okay=False, help="The record.")] = RESULTS
+    / RECORD.name,
     task: Annotated[
         list[str] | None, typer.Option(help="Measure only this task; repeatable.")
     ] = None,

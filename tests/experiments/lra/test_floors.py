@@ -121,7 +121,7 @@ def test_floors_are_written_where_they_are_asked_for(tmp_path, monkeypatch):
     measured = json.loads((tmp_path / "here.json").read_text())["floors"]
     assert set(measured) >= {"other", "listops", "pathfinder32-hard", "pathfinder256-hard"}
     assert CliRunner().invoke(app, ["--task", "listops"]).exit_code == 0
-    (only,) = json.loads((tmp_path / "runs" / "lra-floors.json").read_text())["floors"]
+    (only,) = json.loads((tmp_path / "results" / "lra-floors.json").read_text())["floors"]
     assert only == "listops"
     refused = CliRunner().invoke(app, ["--task", "pathfinder"])
     assert (refused.exit_code, "unknown task" in refused.output) == (2, True)
