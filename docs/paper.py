@@ -285,7 +285,8 @@ def pretraining(name: str) -> str:
     head = ["model", "tokens", "attention", "dropout", "padding", "tokens/s"]
     head += ["speed-up", "GiB", "loss", "loss difference"]
     shown = picture(stem, "Throughput, and losses step by step")
-    return paragraphs([table(head, lines), shown, measured(record["rows"][0])])
+    sources = dict.fromkeys(map(measured, record["rows"]))  # a command measures one model
+    return paragraphs([table(head, lines), shown, *sources])
 
 
 # Table 4
@@ -341,7 +342,7 @@ def language_model(name: str) -> str:
 
 
 def long_step() -> str:
-    """Throughput of training steps of 64K bytes, too few to say anything of losses."""
+    """Throughput of training steps at 64K tokens, too few to say anything of losses."""
     record, _ = latest("language-model-25m-64k-step")
     if record is None:
         return ""
@@ -361,7 +362,9 @@ def long_step() -> str:
     ]
     head = ["attention", "context, tokens", "parameters", "bytes of a step", "ms of a step"]
     head += ["bytes/s", "speed-up over dense"]
-    return paragraphs(["**Training steps of 64K bytes**", table(head, found), measured(runs[0])])
+    return paragraphs(
+        ["**Training steps with 64K tokens of context**", table(head, found), measured(runs[0])]
+    )
 
 
 def is_dense(run: dict) -> bool:

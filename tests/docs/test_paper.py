@@ -107,7 +107,11 @@ def test_tables_1_and_2(paper, tmp_path):
     rows = [case | measured, case | {"attention": "local(8) | butterfly()"} | measured]
     rows[1] |= {"tokens_per_second": 2500.0, "loss": 4.9}
     rows.append(case | {"attention": "sdpa", "reason": "out of memory"})
-    rows = [each | {"environment": FACTS} for each in rows]
+    commands = ["python -m x gpt2"] * 2 + ["python -m x bert-large"]
+    rows = [
+        each | {"environment": FACTS | {"command": command}}
+        for each, command in zip(rows, commands, strict=True)
+    ]
     write_json(tmp_path / "pretraining-nvidia-h200.json", {"rows": rows})
     shown = paper.TABLES["pretraining"]().replace("\\|", "or").splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown[2:5]]
@@ -115,6 +119,11 @@ def test_tables_1_and_2(paper, tmp_path):
     expected = ["`local(8) or butterfly()`", "0.1", "0", "2,500", "2.50", "2.0", "4.9000"]
     assert cells[1][2:] == [*expected, "-0.1000"]
     assert cells[2][5:] == ["out of memory", "", "", "", ""]
+    sources = [line for line in shown if line.startswith("*a device, torch 2")]
+    assert [line.split("`")[1] for line in sources] == [
+        "python -m x gpt2",
+        "python -m x bert-large",
+    ]
 
 
 def test_table_4(paper, tmp_path):
