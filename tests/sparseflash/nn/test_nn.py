@@ -358,7 +358,7 @@ def test_copies_share_their_pattern():
         (lambda: SparseAttention(32, 4)([1]), "x must be a floating-point tensor, got list"),
         (lambda: KeyValueCache(1, 4, 5, 8).append(1, 2), "key must be a floating-point tensor"),
         (lambda: SparseAttention(32, 2, [[1], [2]]), "pattern must be a Pattern or its text"),
-        (lambda: SparseAttention(32, 2, lambda q, k: q >= k), "got function, of which masks.patt"),
+        (lambda: SparseAttention(32, 2, torch_attention), "got function, of which masks.patt"),
         (lambda: SparseAttention(32, 2, masks.full()(64)), "got BlockMask, which has one length"),
         (lambda: Rotary(8, base=-1.0), "base must be positive, got -1.0"),
         (lambda: Rotary(8)(torch.zeros(1, 1, 2, 4)), r"x must be \(batch, heads, seq, 8\)"),
