@@ -107,11 +107,11 @@ class Gap:
         ]
         if abs(self.remainder) > LARGE:
             noise = self.noise["remainder"] / self.measured
-            known = "the parts do not explain it"
-            noisy = "it is within its noise, so measure again with nothing else on the device"
+            known = f", above {LARGE:.0%}: the parts do not explain it"
+            noisy = f": it may be 0 or above {LARGE:.0%}, so measure again with nothing else on the device"
             lines.append(
-                f"the remainder is {self.remainder:+.0%} ± {noise:.0%} of the measured time, "
-                f"above {LARGE:.0%}: {known if abs(self.remainder) > noise else noisy}"
+                f"the remainder is {self.remainder:+.0%} ± {noise:.0%} of the measured time"
+                f"{known if abs(self.remainder) > noise else noisy}"
             )
         if self.largest is None:
             return "\n  ".join([*lines, "no part with a known change exceeds its noise"])
