@@ -108,7 +108,7 @@ class Gap:
         if abs(self.remainder) > LARGE:
             noise = self.noise["remainder"] / self.measured
             known = f", above {LARGE:.0%}: the parts do not explain it"
-            noisy = f": it may be 0 or above {LARGE:.0%}, so measure again with nothing else on the device"
+            noisy = f": it may be 0 or above {LARGE:.0%}, so measure again on an idle device"
             lines.append(
                 f"the remainder is {self.remainder:+.0%} ± {noise:.0%} of the measured time"
                 f"{known if abs(self.remainder) > noise else noisy}"
