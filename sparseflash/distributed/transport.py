@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from sparseflash.distributed.plan import ContextPlan
 
 Group = ProcessGroup | DeviceMesh | None
-# Cycles, some 20 us, for which the next kernel waits after an exchange was started. Both become
-# ready at the same time; if a kernel of attention is first, its CTAs take every multiprocessor,
-# and the exchange waits until they end.
+# Cycles, some 20 us, for which the current stream pauses after an exchange was started. Without it
+# the exchange and the next kernel of the stream can become ready at the same time. If a kernel of
+# attention is first, its CTAs take all multiprocessors, and the exchange waits until they end.
 HEAD_START = 40_000
 
 
@@ -64,7 +64,8 @@ class Exchange:
                 *(self._received, source, receive_splits, send_splits, group), async_op=True
             )
         if source.is_cuda:
-            torch.cuda._sleep(HEAD_START)
+            with torch.cuda.device(source.device):  # which need not be the current one
+                torch.cuda._sleep(HEAD_START)
 
     def wait(self) -> Tensor:
         """The received rows. On a GPU the current stream waits for them, on a CPU the caller."""
