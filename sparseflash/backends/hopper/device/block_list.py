@@ -183,10 +183,12 @@ def load_key_value_tile(keys, values, more_keys, more_values, key_pipeline, valu
         more_start = key_start - first_of_more(params, key_length)
         if more_start < 0:
             producer_load(key_pipeline, keys, batch, kv_head, key_start, state)
-            producer_load(value_pipeline, values, batch, kv_head, key_start, state)
+            if LOAD_VALUES:
+                producer_load(value_pipeline, values, batch, kv_head, key_start, state)
         else:
             producer_load(key_pipeline, more_keys, batch, kv_head, more_start, state)
-            producer_load(value_pipeline, more_values, batch, kv_head, more_start, state)
+            if LOAD_VALUES:
+                producer_load(value_pipeline, more_values, batch, kv_head, more_start, state)
 
 
 @gluon.jit
