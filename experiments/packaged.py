@@ -1,6 +1,6 @@
 """Approximate attention layers with their own projections, and windows of other packages.
 
-All except SMYRF are from other packages: `pip install 'sparseflash[lra-baselines]'`.
+All except SMYRF are from other packages: `pip install -e '.[lra-baselines]'`.
 """
 
 from collections.abc import Callable
@@ -91,9 +91,7 @@ def _package(name: str):
     try:
         return import_module(name)
     except ImportError as error:
-        raise ImportError(
-            f"{name} is not installed: pip install 'sparseflash[lra-baselines]'"
-        ) from error
+        raise ImportError(f"{name} is not installed: pip install -e '.[lra-baselines]'") from error
 
 
 PACKAGED: dict[str, Callable[[int, int, int], nn.Module]] = {
