@@ -389,7 +389,7 @@ def train(
         enable_progress_bar=progress,
         enable_model_summary=False,
         default_root_dir=output,
-        callbacks=[*bar, curve, Deadline(end), Interruption()],
+        callbacks=[*bar, curve, Deadline(end), Interruption(resumes="the same command")],
     )
     try:
         resumed = str(last) if last.exists() else None

@@ -224,10 +224,11 @@ class Interruption(Checkpoint):
 
     Args:
         every: Number of steps between agreements of several processes; see Deadline.
+        resumes: What resumes the run, for the message; `{path}` is its checkpoint.
     """
 
-    def __init__(self, every: int = 10):
-        self.every = every
+    def __init__(self, every: int = 10, resumes: str = "--ckpt_path {path}"):
+        self.every, self.resumes = every, resumes
         self._interrupt = Interrupt(rank_zero_info)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -252,7 +253,8 @@ class Interruption(Checkpoint):
             looks = trainer.global_step % self.every == 0
             stops = looks and trainer.strategy.reduce_boolean_decision(stops, all=False)
         if stops:
-            rank_zero_info(f"To go on: --ckpt_path {save_last(trainer)}")
+            path = save_last(trainer)
+            rank_zero_info(f"Saved {path}. To resume: {self.resumes.format(path=path)}")
             raise KeyboardInterrupt
         if trainer.global_step == trainer.max_steps:
             save_last(trainer)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from experiments.lra import callbacks
 from experiments.lra.callbacks import (
     Averaged,
     Best,
@@ -103,13 +104,18 @@ def interruptible():
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupted_run_goes_on_with_the_same_losses(tmp_path):
+def test_an_interrupted_run_goes_on_with_the_same_losses(tmp_path, monkeypatch):
     whole = fit(tmp_path / "whole")[3]
-    losses = Losses()
+    losses, said = Losses(), []
+    monkeypatch.setattr(callbacks, "rank_zero_info", said.append)
     with pytest.raises(SystemExit):
         fit(tmp_path / "cut", losses, Interruption(), Interrupting(4))
     assert list(losses.values) == [1, 2, 3, 4, 5]  # the step that was being made counts
     last = tmp_path / "cut" / "checkpoints" / "last.ckpt"
+    assert said == [
+        "Stops after this step; interrupt once more to stop at once.",
+        f"Saved {last}. To resume: --ckpt_path {last}",
+    ]
     rest = fit(tmp_path / "cut", Interruption(), ckpt_path=last)[3]
     assert {**losses.values, **rest} == whole
 
