@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments.markdown import table
-from experiments.record import read_rows
+from experiments.record import BASELINE_NAMES, read_rows
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
@@ -19,22 +19,7 @@ NAMES = {
     "sparseflash:triton": "sparseflash, `triton`",
     "sparseflash:hopper/any-order": "sparseflash, `deterministic=False`",
     "sparseflash:auto/any-order": "sparseflash, `deterministic=False`",
-    "flash4": "FlashAttention-4",
-    "flash": "FlashAttention-2 (torch)",
-    "cudnn": "cuDNN",
-    "flex": "FlexAttention",
-    "cudnn-bsa": "cuDNN block-sparse attention",
-    "cudnn-flex": "cuDNN flex attention",
-    "standard": "standard attention",
-    "sdpa": "SDPA (torch)",
-    "linear": "Linear",
-    "linformer": "Linformer",
-    "performer": "Performer",
-    "nystromformer": "Nystromformer",
-    "reformer": "Reformer",
-    "smyrf": "SMYRF",
-    "local-attention": "local",
-    "longformer": "Longformer",
+    **BASELINE_NAMES,
 }
 INTERRUPTED = (
     "\n\nThis measurement was interrupted: the last rows are missing, and the first case was not "

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.pictures import COLOURS, ORIGIN, look, octaves, origin, panels, plain_values, save
-from experiments.plots import NAMES
+from experiments.record import BASELINE_NAMES
 
 if TYPE_CHECKING:
     from experiments.io_complexity import Row
@@ -94,7 +94,7 @@ def _bars(ax: Axes, rows: Sequence["Row"], heading: str, fields: tuple[str, str]
     labels = []
     for name in names:
         gflop = _sum([r for r in rows if r.implementation == name], "gflop")
-        labels.append(f"{NAMES.get(name, name)}\n{gflop:,.0f} GFLOP")
+        labels.append(f"{BASELINE_NAMES.get(name, name)}\n{gflop:,.0f} GFLOP")
     ax.set_xticks([n + 0.2 * (drawn - 1) for n in range(len(names))], labels, fontsize=8)
     ax.margins(x=0.15)
     ax.set_ylabel(heading)

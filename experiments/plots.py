@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from experiments.cli import Baseline
 from experiments.pictures import COLOURS, ORIGIN, look, octaves, origin, panels, plain_values, save
-from experiments.record import OURS, Line, Measurement, Record, is_ours, lines
+from experiments.record import BASELINE_NAMES, OURS, Line, Measurement, Record, is_ours, lines
 
 # Line styles distinguish implementations, colours and markers patterns.
 STYLES: dict[str, Any] = {
@@ -26,17 +26,6 @@ STYLES: dict[str, Any] = {
     "sdpa": "-.",
     "standard": (0, (3, 1, 1, 1, 1, 1)),
 }
-NAMES = {
-    "flex": "FlexAttention",
-    "cudnn": "cuDNN",
-    "flash": "FlashAttention-2",
-    "flash4": "FlashAttention-4",
-    "cudnn-bsa": "cuDNN block-sparse attention",
-    "cudnn-flex": "cuDNN flex attention",
-    "sdpa": "torch SDPA",
-    "standard": "materialised scores",
-}
-
 
 # The name of the limit of each unit, in records and in pictures.
 ROOFLINE = {
@@ -129,7 +118,7 @@ def _bars(rows: list[Measurement], record: Record) -> Figure:
             own = [r for r in rows if (r.direction, r.implementation) == (direction, name)]
             where = [cases.index((r.pattern, _sizes(r))) + i * bar for r in own]
             heights = [r.useful[0] for r in own]
-            ax.bar(where, heights, bar, color=COLOURS[i], label=NAMES.get(name, name))
+            ax.bar(where, heights, bar, color=COLOURS[i], label=BASELINE_NAMES.get(name, name))
         if limit in record.roofline:
             ax.axhline(record.roofline[limit], color="#444444", lw=1, ls=":", label=label)
         ax.set_ylabel(f"{direction}, useful {unit}", fontsize=8)
@@ -172,7 +161,7 @@ def _landscape(found: dict[tuple[str, str], Line], record: Record) -> Figure:
     figure, axes = panels(1, 2, size=(13, 5.6))
     for i, ((implementation, family), line) in enumerate(found.items()):
         approximate = implementation in {b.value for b in Baseline if b.approximate}
-        known = NAMES.get(implementation, implementation)
+        known = BASELINE_NAMES.get(implementation, implementation)
         style = look(i) | {
             "linestyle": "-" if is_ours(implementation) else ":" if approximate else "--",
             "markerfacecolor": None if i < len(COLOURS) else "white",
@@ -265,7 +254,7 @@ def _level(ax: Axes, height: float, implementation: str) -> None:
     """A line at the height of a dense baseline."""
     ax.axhline(height, color="#444444", linewidth=1, linestyle=STYLES.get(implementation, "-"))
     below = implementation == "flash"  # the slowest one; the line of FlexAttention is above it
-    label = f"{NAMES.get(implementation, implementation)} dense"
+    label = f"{BASELINE_NAMES.get(implementation, implementation)} dense"
     look: dict[str, Any] = {
         "fontsize": 7,
         "color": "#444444",
@@ -310,7 +299,7 @@ def _legend(figure: Figure, rows: list[Measurement], families: dict[str, int]) -
             marker="o",
             markersize=4,
             fillstyle="full" if name == own else "none",
-            label=NAMES.get(name, name),
+            label=BASELINE_NAMES.get(name, name),
         )
         for name in dict.fromkeys(r.implementation for r in rows)
     ]

@@ -13,6 +13,25 @@ BACKWARD_FLOPS = 2.5
 DIGITS = 6  # significant ones of the floats in rows; the timer has fewer
 OURS = "sparseflash"
 ANY_ORDER = "/any-order"  # suffix of implementations with deterministic=False
+# The names of baselines in tables and pictures.
+BASELINE_NAMES = {
+    "flash4": "FlashAttention-4",
+    "flash": "FlashAttention-2 (torch)",
+    "cudnn": "cuDNN",
+    "flex": "FlexAttention",
+    "cudnn-bsa": "cuDNN block-sparse attention",
+    "cudnn-flex": "cuDNN flex attention",
+    "standard": "standard attention",
+    "sdpa": "SDPA (torch)",
+    "linear": "Linear",
+    "linformer": "Linformer",
+    "performer": "Performer",
+    "nystromformer": "Nystromformer",
+    "reformer": "Reformer",
+    "smyrf": "SMYRF",
+    "local-attention": "local",
+    "longformer": "Longformer",
+}
 
 
 def is_ours(implementation: str) -> bool:
