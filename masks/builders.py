@@ -44,9 +44,17 @@ def from_intervals(grid: Grid, low: Tensor, high: Tensor) -> BlockMask:
     outer = _block_runs(grid, low, high, by_all=False)
     candidates = combine(lambda some, all_: some & ~all_, outer, inner).expand()
 
-    _, row, column = grid.locate(candidates)
-    low, high = (_by_block(grid, t, 0)[row] - column[:, None] * grid.bk for t in (low, high))
-    ends = torch.stack([low.clamp(0, grid.bk), high.clamp(0, grid.bk)], dim=2).int()
+    of_rows = [_by_block(grid, each, 0) for each in (low, high)]
+
+    def ends_in(flat: Tensor) -> Tensor:
+        """int32 (blocks, bq, 2): bounds of the keys of each query, counted from the block."""
+        _, row, column = grid.locate(flat)
+        first = column[:, None] * grid.bk
+        bounds = [(each[row] - first).clamp_(0, grid.bk).int() for each in of_rows]
+        return torch.stack(bounds, dim=2)
+
+    at_once = len(candidates) if candidates.is_cuda else CHUNK // grid.bq
+    ends = torch.cat([ends_in(part) for part in candidates.split(max(1, at_once))])
     distinct, tile = deduplicate(ends)
     key = torch.arange(grid.bk, device=grid.device)
     bit_tiles = torch.cat(
@@ -169,7 +177,10 @@ def from_cross(grid: Grid, queries: Tensor, keys: Tensor) -> BlockMask:
             tile[slot] = row_kind[own] * len(column_bits) + column_kind[column]
         return flat, tile
 
-    parts = (~row_all).nonzero().flatten().split(max(1, CHUNK // grid.nk))
+    rows = (~row_all).nonzero().flatten()
+    count = torch.where(row_any[rows], len(every), len(some))
+    part = (count.cumsum(0) - count) // CHUNK
+    parts = rows.split(part.unique_consecutive(return_counts=True)[1].tolist()) or (rows,)
     flat, tile = (torch.cat(t) for t in zip(*map(candidates, parts), strict=True))
     full_rows = grid.all_blocks().select(row_all)
     columns = from_points(column_all.nonzero().flatten())

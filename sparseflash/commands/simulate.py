@@ -75,8 +75,8 @@ def simulate(
         cases = [(int(number), name) for number in each for name in names]
         found = []
         for number, name in cases:
+            progress(1 + len(found), 1 + len(cases))  # the mask is a step too
             found.append(predict(make_plan(mask, number, name), rates, attention))
-            progress(len(found), len(cases))
     _show(mask, found)
     groups = {name: [each for each in found if each.strategy == name] for name in STRATEGIES}
     groups = groups if strategy == "all" else {strategy: found}

@@ -130,21 +130,26 @@ class Workload:
         )
 
     @cached_property
-    def longer_spans(self) -> Tensor:
-        """int64: those of `spans` that have more than one block."""
-        _, begin, end = self.spans
-        return (end - begin > 1).nonzero().flatten()
-
-    @cached_property
     def runs_of_rows(self) -> Runs:
         """The key blocks that each block row attends in any head, numbered as one mask."""
         row, begin, end = self.spans
         return union(self.whole.grid.runs(0, row, begin, end))
 
     @cached_property
-    def row_of_runs(self) -> Tensor:
-        """int64: the block row of each of runs_of_rows."""
-        return self.whole.grid.stacked_row(self.runs_of_rows.begin)
+    def runs_before(self) -> Tensor:
+        """int64 (nq + 1,): number of runs_of_rows before each block row, and of all."""
+        g = self.whole.grid
+        return torch.searchsorted(self.runs_of_rows.begin, torch.arange(g.nq + 1) * g.row_stride)
+
+    @cached_property
+    def links(self) -> tuple[Tensor, Tensor]:
+        """(chunk of each unit, bool (chunks, chunks): whether one of two attends the other)"""
+        return _links(self)
+
+    @cached_property
+    def halves(self) -> dict[tuple[tuple[int, bool], ...], Tensor]:
+        """The halves that graph growing has found, which other numbers of ranks share."""
+        return {}
 
     @cached_property
     def documents(self) -> Tensor:
@@ -265,18 +270,25 @@ def graph_growing(workload: Workload, ranks: int) -> Tensor:
     """
     if ranks > GROWING_CHUNKS:
         return contiguous(workload, ranks)
-    chunk, linked = _links(workload)
+    chunk, linked = workload.links
     taken = torch.empty(len(linked), dtype=torch.int64)
-    parts = [(torch.arange(len(linked)), 0, ranks)]
+    # Members, first rank and number of ranks of a part, and the sizes and sides that led to it.
+    parts: list[tuple[Tensor, int, int, tuple[tuple[int, bool], ...]]] = []
+    parts.append((torch.arange(len(linked)), 0, ranks, ()))
     while parts:
-        members, first, count = parts.pop()
+        members, first, count, path = parts.pop()
         if count == 1:
             taken[members] = first
             continue
         low = count // 2
-        inside = _first_half(linked[members][:, members], len(members) * low // count)
-        parts.append((members[inside], first, low))
-        parts.append((members[~inside], first + low, count - low))
+        size = len(members) * low // count
+        if (*path, (size, True)) not in workload.halves:
+            inside = _first_half(linked[members][:, members], size)
+            workload.halves[*path, (size, True)] = members[inside]
+            workload.halves[*path, (size, False)] = members[~inside]
+        for is_low, start, number in ((True, first, low), (False, first + low, count - low)):
+            at = (*path, (size, is_low))
+            parts.append((workload.halves[at], start, number, at))
     return _level(taken[chunk], ranks)
 
 
@@ -323,8 +335,12 @@ def _first_half(linked: Tensor, size: int) -> Tensor:
     Of those that are equally far, the ones with the fewest links to chunks without a link yet.
     """
     inside = torch.zeros(len(linked), dtype=torch.bool)
+    start = linked.sum(1).argmin()
+    if size == 1:
+        inside[start] = True
+        return inside
     reached = inside.clone()
-    reached[linked.sum(1).argmin()] = True
+    reached[start] = True
     left = size
     while left:
         front = reached & ~inside

@@ -114,14 +114,9 @@ class Division:
 
 def divide_blocks(assignment: Assignment) -> Division:
     """The blocks of each rank by kind."""
-    workload, owner_of_row = assignment.workload, assignment.owner_of_row
-    mask, row, begin, end = workload.spans_of_masks
-    heads = torch.bincount(torch.tensor(workload.mask.head_to_mask))
-    number = mask * len(owner_of_row) + row
-    of_row = torch.zeros(2, len(heads) * len(owner_of_row), dtype=torch.int64)
-    of_row[0].index_add_(0, number, end - begin)
-    of_row[1].index_add_(0, number, assignment.fetched_of_spans)
-    every, fetched = of_row.view(2, len(heads), -1)
+    owner_of_row = assignment.owner_of_row
+    heads = torch.bincount(torch.tensor(assignment.workload.mask.head_to_mask))
+    every, fetched = assignment.blocks_of_rows
     waits = fetched > 0
     counts = torch.stack([every - fetched, fetched, every * ~waits, every * waits, waits])
     of_heads = (counts * heads.unsqueeze(1)).sum(1).double()
@@ -131,7 +126,7 @@ def divide_blocks(assignment: Assignment) -> Division:
     shared = assignment.shared_blocks  # these blocks have own keys and are ready
     # All rows, those of one rank after those of another, and where waiting ones are among them.
     owner, order = owner_of_row.sort(stable=True)
-    at = waits.any(0)[order].nonzero().flatten()
+    at = assignment.waits[order].nonzero().flatten()
     apart = (owner[at].diff() == 0) & (at.diff() != 1)
     scattered = torch.zeros(assignment.ranks, dtype=torch.bool)
     scattered[owner[at][1:][apart]] = True
@@ -166,11 +161,9 @@ def copied_tokens(assignment: Assignment, split: Split) -> Tensor:
     that do not arrive in the order of the sequence, and by rows all that waiting rows attend, own
     and received ones.
     """
-    costs, workload = assignment.costs, assignment.workload
+    costs = assignment.costs
     if split == "rows":
-        waits = torch.zeros(workload.whole.grid.nq, dtype=torch.bool)
-        waits[workload.spans[0][assignment.fetched_of_spans > 0]] = True
-        return costs.send + assignment.attended_tokens(waits)
+        return costs.send + assignment.tokens_of_waiting
     if split == "in place" or pairwise_distances(assignment):
         return costs.send
     return costs.send + costs.receive * assignment.arrives_mixed

@@ -140,86 +140,117 @@ class Assignment:
         return mixed
 
     @cached_property
-    def fetched_of_spans(self) -> Tensor:
-        """int64: of each span of the workload, the blocks that the owner of its row fetches."""
-        _, row, begin, end = self.workload.spans_of_masks
+    def blocks_of_rows(self) -> Tensor:
+        """int64 (2, masks, nq): non-zero blocks of each block row, and those of fetched keys."""
+        mask, row, begin, end = self.workload.spans_of_masks
         fetched = in_chunks(
             lambda row, begin: (self.owner_of_row[row] != self.owner_of_column[begin]).long(),
             row,
             begin,
         )
-        longer = self.workload.longer_spans
-        row, begin, end = row[longer], begin[longer], end[longer]
-        # The blocks that a rank owns, in the order of ranks, numbered as in `attended`.
-        stride = self.workload.whole.grid.row_stride
+        longer = (end - begin > 1).nonzero().flatten()
+        first, last = begin[longer], end[longer]
+        # The blocks that a rank owns, in the order of ranks, numbered as those that it attends.
+        stride, nq = self.workload.whole.grid.row_stride, len(self.owner_of_row)
         numbers = self.owner_of_column * stride + torch.arange(len(self.owner_of_column))
-        numbers, start = numbers.sort().values, self.owner_of_row[row] * stride
-        own = [torch.searchsorted(numbers, start + edge) for edge in (begin, end)]
-        fetched[longer] = end - begin - (own[1] - own[0])
-        return fetched
+        numbers, start = numbers.sort().values, self.owner_of_row[row[longer]] * stride
+        own = [torch.searchsorted(numbers, start + edge) for edge in (first, last)]
+        fetched[longer] = last - first - (own[1] - own[0])
+        masks = self.workload.mask.block_set.num_masks
+        blocks = torch.zeros(2, masks * nq, dtype=torch.int64)
+        number = row if masks == 1 else mask * nq + row
+        blocks[0].index_add_(0, number, end - begin)
+        blocks[1].index_add_(0, number, fetched)
+        return blocks.view(2, masks, nq)
 
-    def attended(self, rows: Tensor | None = None) -> Runs:
-        """The key blocks that the queries of each rank attend, as runs.
+    @cached_property
+    def waits(self) -> Tensor:
+        """bool (nq,): whether a block row is a waiting row in any head."""
+        return (self.blocks_of_rows[1] > 0).any(0)
 
-        Args:
-            rows: bool (nq,), the block rows whose queries count; all by default.
-
-        Returns:
-            Runs of rank * (nk + 1) + column.
-        """
-        runs, row = self.workload.runs_of_rows, self.workload.row_of_runs
-        if rows is not None:
-            chosen = rows[row]
-            runs, row = runs.select(chosen), row[chosen]
-        stride = self.workload.whole.grid.row_stride
-        shift = ((self.owner_of_row - torch.arange(len(self.owner_of_row))) * stride)[row]
-        return union(Runs(runs.begin + shift, runs.end + shift))
-
-    def attended_tokens(self, rows: Tensor) -> Tensor:
-        """int64 (ranks,): key tokens that the queries of each rank in some block rows attend."""
-        stride, before = self.workload.whole.grid.row_stride, self.workload.tokens_before
-        begin, end = self.attended(rows)
-        rank = begin // stride
-        count = before[end - rank * stride] - before[begin - rank * stride]
-        return torch.zeros(self.ranks, dtype=torch.int64).index_add_(0, rank, count)
+    @cached_property
+    def tokens_of_waiting(self) -> Tensor:
+        """int64 (ranks,): key tokens, own and fetched ones, that the waiting rows attend."""
+        tokens, before = torch.zeros(self.ranks, dtype=torch.int64), self.workload.tokens_before
+        for rank, begin, end in self._attended(self.waits):
+            tokens.index_add_(0, rank, before[end] - before[begin])
+        return tokens
 
     def fetched(self) -> Tensor:
         """bool (ranks, nk): the key blocks that each rank attends but does not own."""
         stride = self.workload.whole.grid.row_stride
-        attended = self.attended().to_bool(self.ranks * stride).view(-1, stride)[:, :-1]
-        return attended & (self.owner_of_column != torch.arange(self.ranks).unsqueeze(1))
+        fetched = torch.zeros(self.ranks, stride - 1, dtype=torch.bool)
+        for rank, begin, end in self._attended():
+            low, high = int(rank[0]), int(rank[-1]) + 1
+            start = (rank - low) * stride
+            attended = Runs(start + begin, start + end).to_bool((high - low) * stride)
+            fetched[low:high] = attended.view(-1, stride)[:, :-1]
+        return fetched & (self.owner_of_column != torch.arange(self.ranks).unsqueeze(1))
+
+    def _attended(self, rows: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(rank, first column, last column + 1) of the key blocks that the ranks attend, as runs.
+
+        Ranks and the runs of each rank are ascending. Each part has all runs of some ranks.
+
+        Args:
+            rows: bool (nq,), the block rows whose queries count; all by default.
+        """
+        runs, before = self.workload.runs_of_rows, self.workload.runs_before
+        stride = self.workload.whole.grid.row_stride
+        owner, order = self.owner_of_row.sort(stable=True)
+        if rows is not None:
+            owner, order = owner[rows[order]], order[rows[order]]
+        count = before.diff()[order]
+        for some in _parts(owner, count):
+            row = order[some]
+            each = Runs(before[row], before[row + 1]).expand()
+            shift = torch.repeat_interleave((owner[some] - row) * stride, count[some])
+            begin, end = union(Runs(runs.begin[each] + shift, runs.end[each] + shift))
+            rank = begin // stride
+            if len(rank):
+                yield rank, begin - rank * stride, end - rank * stride
 
     def _fetched_pieces(self) -> Iterator[Pieces]:
         """The pieces whose sender is not their receiver, those of some receivers at a time."""
-        stride, owner = self.workload.whole.grid.row_stride, self.owner_of_column
+        owner = self.owner_of_column
         # Segments are consecutive columns with one owner.
-        is_first = torch.ones_like(owner, dtype=torch.bool)
-        is_first[1:] = owner[1:] != owner[:-1]
-        segment_of, first = is_first.cumsum(0) - 1, is_first.nonzero().flatten()
+        first = _starts(owner)
+        segment_of = torch.zeros_like(owner).index_fill_(0, first[1:], 1).cumsum(0)
         last, sender_of = torch.cat([first[1:], first.new_tensor([len(owner)])]), owner[first]
-        runs, receivers = self.attended(), torch.arange(self.ranks + 1)
-        bounds = torch.searchsorted(runs.begin, receivers * stride)
-        receiver = torch.repeat_interleave(receivers[:-1], bounds.diff())
-        begin, end = (edge - receiver * stride for edge in runs)
-        segment = segment_of[begin]
-        count = segment_of[end - 1] - segment + 1
-        pieces_before = torch.nn.functional.pad(count.cumsum(0), (1, 0))
-        part = pieces_before[bounds[:-1]] // CHUNK
-        edges = [0, *((part.diff() > 0).nonzero().flatten() + 1).tolist(), self.ranks]
-        for low, high in pairwise(bounds[edges].tolist()):
-            if low == high:
-                continue
-            each = torch.arange(low, high)
-            if int(count[low:high].max()) > 1:
-                each = torch.repeat_interleave(each, count[low:high])
-            number = torch.arange(len(each)) + pieces_before[low] - pieces_before[each]
-            found = segment[each] + number
-            senders = sender_of[found]
-            other = senders != receiver[each]
-            each, found = each[other], found[other]
-            yield Pieces(
-                receiver=receiver[each],
-                sender=senders[other],
-                begin=torch.maximum(begin[each], first[found]),
-                end=torch.minimum(end[each], last[found]),
-            )
+        for of_part in self._attended():
+            segments = segment_of[of_part[1]]
+            counts = segment_of[of_part[2] - 1] - segments + 1
+            for some in _parts(of_part[0], counts):
+                receiver, begin, end = (each[some] for each in of_part)
+                segment, count = segments[some], counts[some]
+                if int(count.max()) > 1:
+                    segment = Runs(segment, segment + count).expand()
+                    receiver, begin, end = (
+                        torch.repeat_interleave(each, count) for each in (receiver, begin, end)
+                    )
+                    begin = torch.maximum(begin, first[segment])
+                    end = torch.minimum(end, last[segment])
+                sender = sender_of[segment]
+                other = sender != receiver
+                yield Pieces(receiver[other], sender[other], begin[other], end[other])
+
+
+def _starts(numbers: Tensor) -> Tensor:
+    """int64: where equal consecutive numbers start, at least one number."""
+    changes = (numbers.diff() != 0).nonzero().flatten() + 1
+    return torch.cat([changes.new_zeros(1), changes])
+
+
+def _parts(ranks: Tensor, sizes: Tensor) -> Iterator[slice]:
+    """Slices with all elements of some ranks, of CHUNK in size or one rank more.
+
+    Args:
+        ranks: int64, ascending.
+        sizes: int64, the size of each element.
+    """
+    if not len(ranks):
+        return
+    starts = _starts(ranks)
+    part = (sizes.cumsum(0) - sizes)[starts] // CHUNK
+    edges = [*starts[_starts(part)].tolist(), len(ranks)]
+    yield from (slice(low, high) for low, high in pairwise(edges))

@@ -81,17 +81,13 @@ def test_counts_are_those_of_the_dense_mask(name, pieces, monkeypatch):
             mixed.append(bool((senders.diff() < 0).any()))
             attended.append(int(columns[blocks[:, own_rows & waits].any(1).any(0)].sum()))
         assert found.arrives_mixed.tolist() == mixed
-        assert found.attended_tokens(waits).tolist() == attended
+        assert found.tokens_of_waiting.tolist() == attended
         by_rows = found.costs.traffic.sum(0) + torch.tensor(attended)
         assert copied_tokens(found, "rows").equal(by_rows)
-        number, row, begin, end = workload.spans_of_masks
-        fetched = [
-            int((blocks[m, r, b:e] & (of_column[b:e] != of_row[r])).sum())
-            for m, r, b, e in zip(
-                torch.tensor(mask.head_to_mask)[number], row, begin, end, strict=True
-            )
-        ]
-        assert found.fetched_of_spans.tolist() == fetched
+        assert found.waits.equal(waits)
+        of_masks = blocks[[mask.head_to_mask.index(m) for m in range(max(mask.head_to_mask) + 1)]]
+        others = of_masks & (of_row.unsqueeze(1) != of_column)
+        assert found.blocks_of_rows.equal(torch.stack([of_masks.sum(2), others.sum(2)]))
 
 
 @pytest.mark.parametrize("fetch_cost", [0.01, FETCH_COST, 1e4])
