@@ -1,6 +1,7 @@
 """`python -m sparseflash simulate`: predicts context-parallel attention on many ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -62,7 +63,7 @@ def simulate(
     from sparseflash.distributed.assign import STRATEGIES
     from sparseflash.distributed.simulation import Attention, Machine, predict
 
-    with usage_errors(), progress_bar("planning") as progress:
+    with usage_errors(), progress_bar("planning") as progress, _one_thread():
         length, each = parse_tokens(tokens), ranks.split(",")
         if not all(number.isdecimal() for number in each):
             raise ValueError(f"ranks must be numbers, separated by commas, got {ranks!r}")
@@ -82,6 +83,19 @@ def simulate(
     groups = groups if strategy == "all" else {strategy: found}
     for name, group in groups.items():
         print(f"{name}: communication {hiding(group)}")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Operations of torch run on one thread: most take less time than threads wait for others."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def hiding(found: "Sequence[Prediction]") -> str:
