@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -402,6 +402,10 @@ class ContextPlan(Caching):
             return _saved_plan(mask, header, owner, shared)
         except (SafetensorError, *UNREADABLE) as error:
             raise ValueError(f"file {path} contains no valid context plan: {error!r}") from error
+
+    def __getstate__(self) -> dict:
+        # Pickles and copies have neither the counted traffic nor the calls in the cache.
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __repr__(self) -> str:
         report = self.report()

@@ -1,6 +1,7 @@
 """Context plans against dense masks: who owns what, who fetches what, and what is refused."""
 
-from dataclasses import replace
+import pickle
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -16,6 +17,15 @@ from sparseflash.distributed.part import count
 from tests.helpers.dense_masks import SIDES, dense_masks
 
 CAUSAL = masks.causal()(4096, 64)
+
+
+def test_pickles_carry_only_the_fields():
+    plan = make_plan(CAUSAL, 4)
+    plan.cache["unpicklable"] = lambda: None
+    again = pickle.loads(pickle.dumps(plan))
+    assert set(vars(again)) == {field.name for field in fields(plan)}
+    assert again.digest == plan.digest
+    assert again.costs.traffic.equal(plan.costs.traffic)
 
 
 @st.composite
