@@ -135,8 +135,8 @@ def aims(found: dict[str, dict]) -> str:
             )
             reached = {
                 f"weak-scaling efficiency of at least {EFFICIENCY:.2f}": (
-                    f"{share:.2f}",
-                    round(share, 2) >= EFFICIENCY,
+                    f"{share:.3f}",
+                    share >= EFFICIENCY,
                 ),
                 f"at least {OVER_GATHER}x an all-gather": (f"{ratio:.2f}x", ratio >= OVER_GATHER),
                 f"memory of a GPU of two over that of one with the same sequence: {MEMORY}": (

@@ -173,6 +173,23 @@ def test_context_parallelism_has_the_records_of_a_device_and_explains_them(perfo
     assert f"| butterfly | {len(errors)} | {min(errors):+.0%} | {max(errors):+.0%} |" in page
 
 
+@pytest.mark.parametrize(("share", "reached"), [(0.897, "**no**"), (0.9001, "yes")])
+def test_an_aim_is_not_reached_by_rounding(performance, tmp_path, share, reached):
+    def changed(record):
+        (one,) = (
+            row
+            for row in record["rows"]
+            if (row["pattern"], row["implementation"], row["ranks"]) == ("butterfly", "plan", 1)
+        )
+        for row in record["rows"]:
+            if (row["pattern"], row["implementation"], row["ranks"]) == ("butterfly", "plan", 2):
+                row["tflops"] = share * one["tflops"]
+
+    of_two_gpus(tmp_path, "long-context-weak-128k-2", changed)
+    aim = "weak-scaling efficiency of at least 0.90 | 131,072 tokens a GPU, 16 heads | butterfly"
+    assert f"{aim} | {share:.3f} | {reached} |" in performance.page()
+
+
 def test_context_parallelism_is_shown_without_records_of_other_heads(performance, tmp_path):
     of_two_gpus(tmp_path, "long-context-weak-128k-2")
     page = performance.page()
