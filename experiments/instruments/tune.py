@@ -21,6 +21,7 @@ from experiments.cli import (
     Dtype,
     Output,
     Overwrite,
+    check_known,
     needs_cuda,
     output_file,
     parse_numbers,
@@ -47,8 +48,7 @@ def main(
     from experiments.instruments import tuning
 
     chosen = tuning.PASSES if passes is None else passes.split(",")
-    if unknown := set(chosen) - set(tuning.PASSES):
-        raise typer.BadParameter(f"passes must be some of {tuning.PASSES}, got {sorted(unknown)}")
+    check_known("pass", chosen, tuning.PASSES)
     console = Console(width=120)
     path = output_file(output, "tune", "cuda", overwrite)
     sizes = [

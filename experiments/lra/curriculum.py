@@ -108,8 +108,9 @@ def main(
             run.train_stage(arguments, patience, end, export_to)
             if end is not None and time.time() >= end - EVALUATION_SECONDS:
                 break
-    except SystemExit:  # interrupted; the run is exported as after any other end
-        run.save(export_to)
+    except SystemExit:  # interrupted, which is saved as any other end, or an option is wrong
+        if run.has_progress:
+            run.save(export_to)
         raise
     run.save(export_to)
 
@@ -159,9 +160,17 @@ class Run:
         # Finished stages may differ, and later stages may differ in their number of steps: the
         # learning rate falls over the last of them.
         if _but_steps(found[run.number :]) != _but_steps(stages[run.number :]) or run.seed != seed:
-            raise ValueError(f"{output} has a run with seed {run.seed} and stages {found}")
+            raise ValueError(
+                f"{output} has a run with seed {run.seed} and stages {found}: give these, or "
+                "another --output"
+            )
         run.stages = found[: run.number] + stages[run.number :]
         return run
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether there is anything to resume."""
+        return self.number > 0 or self.checkpoint(0, "last").exists()
 
     @property
     def ended(self) -> bool:

@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 
 def main(
     name: Annotated[str, typer.Argument(help="Name of the record.")],
-    groups: Annotated[list[Path], typer.Argument(exists=True, file_okay=False)],
+    groups: Annotated[
+        list[Path],
+        typer.Argument(
+            exists=True, file_okay=False, help="Folders, each with the seeds of a run."
+        ),
+    ],
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:

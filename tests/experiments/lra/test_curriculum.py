@@ -55,9 +55,9 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     )
     Run(tmp_path, one, seed=1).save(None)
     assert Run.of(tmp_path, one, seed=1).number == 0
-    with pytest.raises(ValueError, match="has a run with seed 1 and stages"):
+    with pytest.raises(ValueError, match=r"has a run with seed 1 and stages .* another --output"):
         Run.of(tmp_path, one, seed=2)
-    with pytest.raises(ValueError, match="has a run with seed 1 and stages"):
+    with pytest.raises(ValueError, match=r"has a run with seed 1 and stages .* another --output"):
         Run.of(tmp_path, other, seed=1)
     # Stages may become longer or shorter.
     longer = [one[0], Stage("hard", 0.5, 2, 400)]
@@ -78,6 +78,10 @@ def test_errors_are_told_without_a_traceback(tmp_path, monkeypatch):
     done = run("--output", "run", "--import", "none", "--", *FIT)
     assert done.exit_code == 2
     assert "has no piece-" in done.output
+    # A command that trained nothing leaves nothing, which would bind the next one to its stages.
+    done = run("--output", "run", *stages(*STAGES), "--", "--preset", "none")
+    assert done.exit_code == 1
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
