@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -190,26 +191,30 @@ def zigzag(workload: Workload, ranks: int) -> Tensor:
 def zigzag_by_document(workload: Workload, ranks: int) -> Tensor:
     """Assigns each document by zigzag; short documents go whole to the rank with least work."""
     owner = torch.empty(workload.units, dtype=torch.int64)
-    capacity = torch.full((ranks,), -(-workload.units // ranks))
-    load = torch.zeros(ranks, dtype=torch.int64)
-    bounds = workload.documents.tolist()
+    # Views of numpy, in which many operations on few numbers take a fraction of the time.
+    of_units, work = owner.numpy(), workload.work
+    capacity = np.full(ranks, -(-workload.units // ranks))
+    load = np.zeros(ranks, dtype=np.int64)
+    bounds = workload.documents
+    of_documents = torch.nn.functional.pad(work.cumsum(0), (1, 0))[bounds].diff()
     short = []
-    for begin, end in pairwise(bounds):
+    for (begin, end), blocks in zip(pairwise(bounds.tolist()), of_documents.tolist(), strict=True):
         if end - begin < 2 * ranks:
-            short.append((-int(workload.work[begin:end].sum()), begin, end))
+            short.append((-blocks, begin, end))
             continue
         owner[begin:end] = _zigzag(end - begin, ranks)
-        load.index_add_(0, owner[begin:end], workload.work[begin:end])
-        capacity -= torch.bincount(owner[begin:end], minlength=ranks)
-    for work, begin, end in sorted(short):
+        np.add.at(load, of_units[begin:end], work[begin:end].numpy())
+        capacity -= np.bincount(of_units[begin:end], minlength=ranks)
+    for blocks, begin, end in sorted(short):
         # A document that fits nowhere goes to the rank with the most capacity; `_level` then
         # moves the surplus.
         fits = capacity >= end - begin
-        rank = int(
-            load.masked_fill(~fits, load.max() + 1).argmin() if fits.any() else capacity.argmax()
-        )
-        owner[begin:end] = rank
-        load[rank] -= work
+        if fits.any():
+            rank = int(np.where(fits, load, load.max() + 1).argmin())
+        else:
+            rank = int(capacity.argmax())
+        of_units[begin:end] = rank
+        load[rank] -= blocks
         capacity[rank] -= end - begin
     return _level(owner, ranks)
 
