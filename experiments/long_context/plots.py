@@ -6,13 +6,14 @@ peak memory are those of both passes.
 python -m experiments.long_context.plots results/long-context-weak-2-nvidia-h200.json
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from experiments.cli import RESULTS, Output, Overwrite, output_folder, usage_errors
+from experiments.files import read_object
 from experiments.instruments import command
 from experiments.long_context.choices import Kind, Way
 from experiments.pictures import ORIGIN, look, octaves, origin, panels, save
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+KEYS = ("environment", "kind", "predicted", "rows")
 PREDICTED = "plan, predicted"
 LOOKS: dict[str, dict[str, Any]] = {
     name: look(i) | {"markersize": 5, "linewidth": 1.4} for i, name in enumerate(Way)
@@ -31,19 +33,31 @@ Figures = dict[str, float]  # of one implementation on one number of ranks
 
 def main(
     record: Annotated[Path, typer.Argument(exists=True, help="A record of the command scaling.")],
+    output: Output = RESULTS,
+    overwrite: Overwrite = False,
 ) -> None:
-    """Draw the picture of a record, next to it."""
-    for path in draw(record):
+    """Draw the picture of a record."""
+    with usage_errors():
+        found = draw(record, output_folder(output, overwrite) / record.name)
+    for path in found:
         print(f"wrote {path}")
 
 
-def draw(record: Path) -> list[Path]:
-    """Writes the picture of a record to its folder, as PNG and SVG."""
-    found = json.loads(record.read_text())
+def draw(record: Path, picture: Path) -> list[Path]:
+    """Writes the picture of a record as PNG and SVG.
+
+    Args:
+        record: A record of the command scaling.
+        picture: Path of the picture; its suffix is replaced.
+
+    Raises:
+        ValueError: The file is not such a record.
+    """
+    found = read_object(record, "a record of `experiments.long_context.scaling`", KEYS)
     lines = measured(found["rows"]) | modelled(found["predicted"])
     figure = _figure(Kind(found["kind"]), lines)
     figure.supxlabel(origin(found["environment"]), x=0.995, **ORIGIN)
-    return save(figure, record, (".png", ".svg"))
+    return save(figure, picture, (".png", ".svg"))
 
 
 def measured(rows: list[dict]) -> dict[tuple[str, str, int], Figures]:

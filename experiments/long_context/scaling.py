@@ -139,7 +139,7 @@ def main(
         else:
             log.add("end", [], {}, complete=True)
             measurement.show(log, said)
-        for path in draw(log.path):
+        for path in draw(log.path, log.path):
             print(f"wrote {path}")
     if not dry_run:
         dist.barrier()

@@ -16,6 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 import masks
+from experiments.cli import SHIPPED
 from experiments.long_context import measurement, plots, scaling
 from experiments.long_context.baselines import ring_plan
 from experiments.long_context.cases import (
@@ -295,3 +296,20 @@ def check_record(folder, kind, ranks, only):
         assert row["difference"] < 1e-4
         assert row["counted_mb"] == pytest.approx(row["receive_mb"])
         assert row["total_ms"] > 0
+
+
+def test_the_picture_of_a_record_is_drawn_where_it_is_asked_for(tmp_path):
+    app = typer.Typer()
+    app.command()(plots.main)
+    record = SHIPPED / "long-context-weak-128k-2-nvidia-h200.json"
+    done = CliRunner().invoke(app, [str(record), "--output", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".svg"}
+    other = str(SHIPPED / "power-nvidia-h200.json")
+    for given, message in (
+        ([str(record), "--output", str(SHIPPED)], "is a folder of the package"),
+        ([other, "--output", str(tmp_path)], "must be a record of"),
+    ):
+        done = CliRunner().invoke(app, given)
+        assert done.exit_code == 2
+        assert message in " ".join(done.output.replace("│", " ").split())
