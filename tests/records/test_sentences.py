@@ -1,0 +1,149 @@
+"""Figures in sentences of the pages about the paper and about Long Range Arena."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean, geometric_mean
+
+import pytest
+
+from experiments.cli import SHIPPED
+from experiments.lra import page
+
+pytestmark = pytest.mark.records
+PAPER = Path(__file__).parents[2] / "docs/paper.md"
+
+
+def words(path: Path) -> str:
+    return " ".join(path.read_text().split())
+
+
+def read(name: str, device: str = "nvidia-h200") -> dict:
+    return json.loads((SHIPPED / f"{name}-{device}.json").read_text())
+
+
+def between(values: Iterable[float], digits: int) -> str:
+    found = list(values)
+    return f"{min(found):.{digits}f} to {max(found):.{digits}f}"
+
+
+def test_training_steps_of_standard_models():
+    rows = [row for row in read("pretraining")["rows"] if "reason" not in row]
+    of = {(row["model"], row["seq_len"], row["attention"]): row for row in rows}
+    pattern = next(name for *_, name in of if "local" in name)
+
+    def gain(model: str, length: int, attention: str) -> float:
+        """Percent by which it is faster than SDPA."""
+        mine, sdpa = (of[model, length, each] for each in (attention, "sdpa"))
+        return 100 * (mine["tokens_per_second"] / sdpa["tokens_per_second"] - 1)
+
+    def apart(model: str) -> float:
+        """The largest difference of two losses at the same size."""
+        losses: dict[tuple, list[float]] = {}
+        for (name, length, _), row in of.items():
+            losses.setdefault((name, length), []).append(row["loss"])
+        return max(max(v) - min(v) for (name, _), v in losses.items() if name.startswith(model))
+
+    text = words(PAPER)
+    full = [gain(m, n, "ours") for m, n, a in of if a == "ours" and m.startswith("gpt2")]
+    assert f"sparseflash is {between(full, 0)} % faster than SDPA on GPT-2" in text
+    slower, faster = -gain("bert-large", 512, "ours"), gain("bert-large", 2048, "ours")
+    told = f"{slower:.0f} % slower at 512 tokens and {faster:.0f} % faster at 2,048"
+    assert told in text
+    long = [gain("gpt2-medium", 4096, pattern), gain("bert-large", 2048, pattern)]
+    assert f"The pattern is {int(min(long))} to {max(long):.0f} % faster than SDPA" in text
+    assert apart("bert") < 0.002
+    assert "losses of BERT-large differ by less than 0.002" in text
+    assert f"GPT-2 differ by up to {apart('gpt2'):.2f} between two attentions" in text
+
+
+def test_authors_of_passages():
+    record, text = read("long-documents-authors-words"), words(PAPER)
+    lengths = record["lengths"]
+    share = {length: 100 * group["accuracy"] for length, group in lengths.items()}
+    below = {n: 100 * record["floors"][n]["words"]["accuracy"] - share[n] for n in lengths}
+    assert f"from {share['512']:.0f} % at 512 bytes to {share['16384']:.0f} % at 16K" in text
+    assert [n for n, points in below.items() if points < 0] == ["512", "1024"]
+    assert max(below, key=lambda n: below[n]) == "4096"
+    assert f"by up to {below['4096']:.0f} points at 4,096" in text
+    runs = [run for group in lengths.values() for run in group["runs"]]
+    validated = (100 * max(point[1] for point in run["curve"]) for run in runs)
+    assert f"it is right on {between(validated, 0)} %" in text
+    for n, told in (("8192", "8,192 bytes ended at step {}"), ("16384", "16,384 at {} of 2,000")):
+        steps = [run["steps"] for run in lengths[n]["runs"]]
+        assert told.format(f"{min(steps):,} to {max(steps):,}") in text
+
+
+def test_speed_on_real_batches_and_of_compiled_steps():
+    text = words(page.README)
+    for device, clock, digits in (
+        ("nvidia-h200", "graph", 1),
+        ("nvidia-h200", "events", None),
+        ("nvidia-h100-80gb-hbm3", "events", 1),
+    ):
+        means = read("lra-real", device)["geometric_mean_speedup"][clock]
+        sparse = [speed for name, speed in means.items() if " of " in name]
+        if digits is not None:
+            assert f"{between(sparse, digits)} times as fast as standard ones" in text
+        dense = between((speed / means["flash"] for speed in sparse), 1 if "h100" in device else 2)
+        assert f"{dense} times as fast as" in text
+    smyrf = read("lra-real")["geometric_mean_speedup"]["graph"]["smyrf"]
+    assert f"as CUDA graphs {smyrf:.2f} times that of standard attention" in text
+    times = {
+        (name, step["attention"], step["block_size"], step["task"]): step["median_ms"]
+        for name in ("lra-arena", "lra-compiled")
+        for step in read(name)["steps"]
+        if step["clock"] == "graph"
+    }
+    tasks = ("image", "listops", "text")
+    gains = {
+        attention: [
+            times["lra-arena", attention, 128, task] / times["lra-compiled", attention, 128, task]
+            for task in tasks
+        ]
+        for attention in ("butterfly(2)", "flash")
+    }
+    assert f"are another {between(gains['butterfly(2)'], 1)} times faster" in text
+    assert geometric_mean(gains["flash"]) < geometric_mean(gains["butterfly(2)"])
+    over = [
+        times["lra-compiled", "flash", 128, task]
+        / times["lra-compiled", "butterfly(2)", 128, task]
+        for task in tasks
+    ]
+    one, two, three = (f"{ratio:.1f}" for ratio in over)
+    assert f"block-sparse steps are then {one}, {two} and {three} times as fast" in text
+
+
+def test_path_x_dense_beside_sparse():
+    groups = read("lra-path-x-dense")["groups"]
+    dense, sparse = (groups[f"path-x-{name}"]["runs"][0] for name in ("dense", "curriculum"))
+    text = words(page.README)
+
+    def hard(run: dict) -> dict[int, float]:
+        """Validation accuracy at the steps of the last stage."""
+        begin = run["stages"][0]["trained"]
+        return {step - begin: 100 * a for step, a, *_ in run["curve"] if step > begin}
+
+    own, other = hard(dense), hard(sparse)
+    points = [own[step] - other[step] for step in own.keys() & other.keys()]
+    assert len(points) > 10
+    told = f"{-min(points):.0f} points below to {max(points):.0f} above the block-sparse one"
+    assert told in text
+    assert (
+        f"after {3 * sparse['seconds']} seconds of GPU time ({sparse['seconds']} on three" in text
+    )
+    assert f"after {dense['seconds']} seconds of one H200 ({dense['steps']:,} steps" in text
+
+
+def test_image_and_pathfinder_of_the_published_protocol():
+    text, ends, tested = words(page.README), [], []
+    for group in read("lra-image")["groups"].values():
+        ends += [run["steps"] for run in group["runs"]]
+        tested += [run["tested_step"] for run in group["runs"] if run["steps"] == 35_000]
+    assert sorted(ends)[2:] == [35_000] * 4
+    assert fmean(sorted(ends)[:2]) / 35_000 == pytest.approx(0.4, abs=0.01)
+    assert f"at steps {min(tested):,} to {max(tested):,} and falls afterwards" in text
+    device = "nvidia-h100-80gb-hbm3"
+    groups = read("lra-pathfinder32-published", device)["groups"].values()
+    short = sorted(min(run["steps"] for run in group["runs"]) for group in groups)
+    assert "after {:,} and {:,} (`runs/pathfinder32-published.sh`".format(*short) in text
