@@ -116,7 +116,7 @@ def _by_begin(begin: Tensor, end: Tensor) -> Runs:
     """Non-negative runs in the order of `begin`; those that begin equally in any order."""
     length = end - begin
     bits = int(length.max()).bit_length() if len(begin) else 0
-    if begin.is_cuda or not len(begin) or int(begin.max()).bit_length() + bits > 63:
+    if begin.device.type != "cpu" or not len(begin) or int(begin.max()).bit_length() + bits > 63:
         begin, order = begin.sort()
         return Runs(begin, end[order])
     # A sort of single integers takes a fraction of the time of a sort with an order.
