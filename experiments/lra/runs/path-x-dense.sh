@@ -11,7 +11,7 @@ train() { # folder, seconds, steps on contours of 14 segments, then further argu
   ${COMMAND:-python -m} experiments.lra.curriculum --output "runs/$folder/seed1" --seed 1 --seconds "$seconds" --patience 11 \
     --stage easy:0.5:0.75:1400 --stage "hard:0.5:2:$steps" -- \
     --config $presets/common.yaml --config "$common" --config $presets/curriculum/path-x.yaml \
-    --model.init_from "$(ls -t runs/pathfinder64-curriculum/seed1/*/checkpoints/best.ckpt | head -1)" --data.batch_size 24 \
+    --model.init_from "runs/pathfinder64-curriculum/seed1/1-intermediate-0.5/checkpoints/best.ckpt" --data.batch_size 24 \
     --model.optimizer.learning_rate 3e-4 --model.optimizer.warmup_steps 150 --trainer.val_check_interval 125 \
     --data.task.init_args.sizes '[160000,960,4080]' --data.workers 14 "$@"
 }
