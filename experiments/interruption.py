@@ -22,7 +22,7 @@ class Interrupt:
     def begin(self) -> None:
         """From here on Ctrl-C is kept. Python allows this in the main thread only."""
         self.asked = False
-        if current_thread() is main_thread():
+        if self._before is None and current_thread() is main_thread():
             self._before = signal.signal(signal.SIGINT, self._ask)
 
     def end(self) -> None:

@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ class Ranks:
         """Ends all processes."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             if process.is_alive():
-                pipe.send(None)
+                with suppress(BrokenPipeError):  # it may end before the message is sent
+                    pipe.send(None)
         for process in self._processes:
             process.join(10)
             if process.is_alive():

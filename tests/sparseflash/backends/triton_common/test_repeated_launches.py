@@ -167,7 +167,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(hopper_launch, "multiprocessors", lambda device: 10)
     # As without a GPU: the tensors are on the CPU, whose properties no driver knows.
     monkeypatch.setattr(triton_configs, "interpreted", lambda: True)
-    for module in (hopper_launch, triton_launch):
+    for module in (hopper_launch, hopper_passes, triton_launch):
         monkeypatch.setattr(module, "try_relaunch", launches.try_relaunch)
         monkeypatch.setattr(module, "launch_and_store", launches.launch_and_store)
     monkeypatch.setattr(hopper_passes, "launch_kernel", lambda *arguments: None)
