@@ -51,6 +51,7 @@ def inputs():
     return [torch.randn(2, 2, 128, 16, requires_grad=True) for _ in range(3)]
 
 
+@pytest.mark.slow(20)
 def test_the_suite_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.setitem(settings.LANDSCAPE_DEFAULTS, "parts", (((1, 2, 64),), ()))
     arguments = "landscape --device cpu --growth 64,128 --heads 2 --head-dim 16 --budget-ms 1"

@@ -63,6 +63,7 @@ def test_exchanges_of_known_sizes_give_bandwidth_and_latency():
         of_exchanges([(2**20, 1.0), (2**24, 0.01)])
 
 
+@pytest.mark.slow(20)
 def test_a_pattern_is_predicted_from_the_others(points):
     assert max(abs(row.total_error) for row in held_out(points, {})) < 0.03
     slow = [

@@ -207,6 +207,7 @@ def test_steps_of_generation_share_a_compiled_mask():
     assert compiled == [20, 32]
 
 
+@pytest.mark.slow(20)
 def test_a_compiled_model_serves_every_length(compile_counter):
     model = llama().eval()
     model.set_attn_implementation("blocksparse")
