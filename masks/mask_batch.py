@@ -99,11 +99,10 @@ class MaskBatch(OnGrid, Caching, Handled):
             raise TypeError(f"mask must be a BlockMask or a MaskBatch, got {type(mask).__name__}")
         check_dtype("keys", keys, torch.bool)
         q_len, k_len = mask.seq_len
-        batch = mask.num_batches if isinstance(mask, MaskBatch) else "batch"
-        fits = keys.dim() == 2 and len(keys) > 0 and keys.shape[1] == k_len
-        if not fits or batch not in ("batch", len(keys)):
-            raise ValueError(f"keys must be ({batch}, {k_len}), got {tuple(keys.shape)}")
-        batch = len(keys)
+        batch = mask.num_batches if isinstance(mask, MaskBatch) else max([1, *keys.shape[:1]])
+        if keys.shape != (batch, k_len):
+            any_batch = "batch" if isinstance(mask, BlockMask) else batch
+            raise ValueError(f"keys must be ({any_batch}, {k_len}), got {tuple(keys.shape)}")
         distinct, which = torch.unique(keys.to(mask.device), dim=0, return_inverse=True)
         no_query = torch.zeros(q_len, dtype=torch.bool, device=mask.device)
         having = [from_cross(mask.grid, no_query, row) for row in distinct]

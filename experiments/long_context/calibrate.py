@@ -4,10 +4,11 @@
 
 reads records of `experiments.long_context.scaling`, and finds the rates for which the time model
 of `sparseflash.distributed.simulation` is closest to the measured times: least squares of the
-logarithms of the times of both passes and of the forward pass. For the error, each pattern is
-predicted by a fit without it; the error is predicted over measured time, minus 1. The rates and
-all errors are written to long-context-machine-<device>.json, the argument --machine of `scaling`
-and `simulate`.
+logarithms of the times of both passes and of the forward pass. If the records have exchanges of
+known sizes, bandwidth and latency are those of the exchanges, because a hidden exchange says
+nothing of them. For the error, each pattern is predicted by a fit without it; the error is
+predicted over measured time, minus 1. The rates and all errors are written to
+long-context-machine-<device>.json, the argument --machine of `scaling` and `simulate`.
 """
 
 import json
