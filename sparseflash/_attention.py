@@ -57,7 +57,7 @@ def attention(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     seed: int | None = None,
-    score_tensors: Sequence[Tensor] = (),
+    score_tensors: Sequence[Tensor] | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
     **options: Unpack[OptionKeywords],
@@ -108,8 +108,8 @@ def attention(
         seed: Seed of dropout. Equal seeds drop the same pairs on every backend. By default it is
             drawn from torch's default generator.
         score_tensors: The tensors that the score function reads, floating-point or integers as it
-            declares: see ScoreFunction.from_torch. Each gets a gradient if it requires one; the
-            backend hopper does not compute it.
+            declares: see ScoreFunction.from_torch. None, or an empty list, if it reads none.
+            Each gets a gradient if it requires one; the backend hopper does not compute it.
         return_lse: Also return the LSE.
         return_max_logits: Also return, last, the maximum logit of every query, without gradient:
             the largest of its masked scores S, without sinks. QK-Clip compares its maximum over

@@ -148,7 +148,7 @@ def explain(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     seed: int | None = None,
-    score_tensors: Sequence[Tensor] = (),
+    score_tensors: Sequence[Tensor] | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
     measure: bool = False,

@@ -32,7 +32,7 @@ def warmup(
     key_lengths: bool = False,
     bias: Tensor | None = None,
     max_logits: bool = False,
-    score_tensors: Sequence[Tensor] = (),
+    score_tensors: Sequence[Tensor] | None = None,
     **options: Unpack[OptionKeywords],
 ) -> None:
     """Compiles the kernels of `attention` in parallel, before a call needs them.

@@ -52,7 +52,7 @@ class AttentionKeywords(CallKeywords, total=False):
     """The keywords of attention except return_lse and return_max_logits."""
 
     key_lengths: Tensor | None
-    score_tensors: Sequence[Tensor]
+    score_tensors: Sequence[Tensor] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -233,20 +233,22 @@ def _layout(kinds_and_shapes: tuple[tuple[bool, torch.Size], ...], device: torch
 
 
 def checked_score_tensors(
-    score: ScoreFunction | str | None, tensors: Sequence[Tensor], query: Tensor
+    score: ScoreFunction | str | None, tensors: Sequence[Tensor] | None, query: Tensor
 ) -> ScoreTensors | None:
     """The score tensors of a call as backends read them; None if there are none.
 
     Args:
         score: The score function of the call, its name, or None.
-        tensors: The argument score_tensors.
+        tensors: The argument score_tensors; None is the same as no tensors.
         query: The query of the call, which sets dtype and device.
 
     Raises:
         TypeError, ValueError: `tensors` are not those that the score function declares.
     """
-    if score is None and tensors.__class__ is tuple and not tensors:
-        return None  # of most calls, in less time than the checks below take
+    if tensors is None:
+        if score is None:
+            return None  # of most calls, in less time than the checks below take
+        tensors = ()
     function = find_score_function(score) if isinstance(score, str) else score
     declared = () if function is None else function.tensors
     if not isinstance(tensors, Sequence) or len(tensors) != len(declared):
@@ -278,9 +280,9 @@ def checked_score_tensors(
     return ScoreTensors(checked) if checked else None
 
 
-def any_requires_grad(tensors: Sequence[Tensor]) -> bool:
+def any_requires_grad(tensors: Sequence[Tensor] | None) -> bool:
     """Whether any score tensor requires a gradient. Wrong arguments are refused elsewhere."""
-    if tensors.__class__ is tuple and not tensors:  # most calls; the checks below take longer
+    if tensors is None:  # most calls; the checks below take longer
         return False
     if not (torch.is_grad_enabled() and isinstance(tensors, Sequence)):
         return False

@@ -21,21 +21,21 @@ _Mask = Pattern | BlockMask | DynamicMask | str
 @overload
 def attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    mask: _Mask | None = None, *, score_tensors: Sequence[Tensor] = (),
+    mask: _Mask | None = None, *, score_tensors: Sequence[Tensor] | None = None,
     return_lse: Literal[False] = False, return_max_logits: Literal[False] = False,
     **keywords: Unpack[CallKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    mask: _Mask | None = None, *, score_tensors: Sequence[Tensor] = (),
+    mask: _Mask | None = None, *, score_tensors: Sequence[Tensor] | None = None,
     return_lse: Literal[True], return_max_logits: Literal[False] = False,
     **keywords: Unpack[CallKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    mask: _Mask | None = None, *, score_tensors: Sequence[Tensor] = (),
+    mask: _Mask | None = None, *, score_tensors: Sequence[Tensor] | None = None,
     return_lse: bool = False, return_max_logits: Literal[True],
     **keywords: Unpack[CallKeywords],
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
@@ -50,7 +50,7 @@ def attention_varlen(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     seed: int | None = None,
-    score_tensors: Sequence[Tensor] = (),
+    score_tensors: Sequence[Tensor] | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
     **options: Unpack[OptionKeywords],

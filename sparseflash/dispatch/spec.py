@@ -51,7 +51,7 @@ class CallFacts(NamedTuple):
         has_key_lengths: bool,
         bias: Tensor | None,
         max_logits: bool,
-        score_tensors: Sequence[Tensor],
+        score_tensors: Sequence[Tensor] | None,
     ) -> Self:
         """The facts of a call of `attention` with these arguments."""
         gradients = (requires_gradient(bias), requires_gradient(checked_block_scores(mask)))

@@ -28,7 +28,7 @@ class _Keywords(CallKeywords, total=False):
     group: Group
     mask: DynamicMask | None
     key_lengths: Tensor | None
-    score_tensors: Sequence[Tensor]
+    score_tensors: Sequence[Tensor] | None
     check: bool | None
 
 
@@ -55,7 +55,7 @@ def context_parallel_attention(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     seed: int | None = None,
-    score_tensors: Sequence[Tensor] = (),
+    score_tensors: Sequence[Tensor] | None = None,
     return_lse: bool = False,
     check: bool | None = None,
     **options: Unpack[OptionKeywords],
@@ -127,7 +127,8 @@ def context_parallel_attention(
         out, lse = _with_shared_heads(*shared, **keywords)
         return (out, lse) if return_lse else out
     process_group = process_group_of(group, plan.ranks)
-    arguments = (mask, key_lengths, bias, sinks, seed, score_tensors, options)
+    listed = () if score_tensors is None else score_tensors
+    arguments = (mask, key_lengths, bias, sinks, seed, listed, options)
     if check is None:
         check = ("agreed", process_group) not in plan.cache
     try:

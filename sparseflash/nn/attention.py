@@ -161,7 +161,7 @@ class SparseAttention(nn.Module):
         *,
         key_lengths: Tensor | None = None,
         cache: KeyValueCache | None = None,
-        score_tensors: Sequence[Tensor] = (),
+        score_tensors: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """Attention of x to itself (self-attention) or to memory (cross-attention).
 
@@ -216,7 +216,7 @@ class SparseAttention(nn.Module):
         begin: int,
         cache: KeyValueCache,
         key_lengths: Tensor | None,
-        score_tensors: Sequence[Tensor],
+        score_tensors: Sequence[Tensor] | None,
     ) -> Tensor:
         """Attention of the tokens from `begin` on, which the cache contains, to all of it."""
         if key_lengths is not None:
@@ -241,7 +241,7 @@ class SparseAttention(nn.Module):
         value: Tensor,
         mask: Pattern | BlockMask | None,
         key_lengths: Tensor | None,
-        score_tensors: Sequence[Tensor],
+        score_tensors: Sequence[Tensor] | None,
     ) -> Tensor:
         dropout_p = self.dropout if self.training else 0.0
         options = self.options | {"dropout_p": dropout_p}

@@ -71,7 +71,7 @@ class SparseEncoderLayer(nn.Module):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
         *,
-        score_tensors: Sequence[Tensor] = (),
+        score_tensors: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """The output of the layer.
 
@@ -106,7 +106,7 @@ class SparseEncoderLayer(nn.Module):
         return self.norm2(src + self._feed_forward(src))
 
     def _attend(
-        self, x: Tensor, lengths: Tensor | None, score_tensors: Sequence[Tensor]
+        self, x: Tensor, lengths: Tensor | None, score_tensors: Sequence[Tensor] | None
     ) -> Tensor:
         out = self.self_attn(x, key_lengths=lengths, score_tensors=score_tensors)
         return self.dropout1(out)

@@ -26,7 +26,7 @@ def standard_attention(
     scale: float | None = None,
     softcap: float | None = None,
     score: ScoreFunction | None = None,
-    score_tensors: Sequence[Tensor] = (),
+    score_tensors: Sequence[Tensor] | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -69,7 +69,8 @@ def standard_attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if score is not None:
-        converted = [x.to(scores.dtype) if x.is_floating_point() else x for x in score_tensors]
+        read = score_tensors or ()
+        converted = [x.to(scores.dtype) if x.is_floating_point() else x for x in read]
         scores = score.evaluate(scores, *_indices(scores), *converted)[0].to(dtype)
     if bias is not None:
         scores = scores + _by_pair(bias, query.shape[2], key.shape[2]).to(dtype)

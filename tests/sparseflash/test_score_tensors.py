@@ -69,6 +69,7 @@ DOCUMENTS = from_torch("in documents", in_documents, (int, int))
 EVERYTHING = from_torch("every kind", with_all, (float, int, float, float))
 SOFT_DOCUMENTS = from_torch("soft documents", in_soft_documents, (float, int))
 NUMBERS = from_torch("numbers of floats", with_numbers_of_floats, (float, float))
+SHIFTED = from_torch("shifted by heads", lambda score, batch, head, query, key: score - head)
 PRODUCTS = from_torch("products of entries", with_products, (float, float))
 
 
@@ -409,6 +410,33 @@ def test_wrong_tensors_are_named(message):
     tensors = torch.zeros(3, 1, 2, 16, 8).unbind()
     with pytest.raises((TypeError, ValueError), match=message):
         sparseflash.attention(*tensors, score=SLOPES, score_tensors=WRONG[message])
+
+
+@pytest.mark.parametrize("score", [None, SHIFTED], ids=["no function", "one that reads none"])
+@pytest.mark.parametrize("empty", [None, (), []], ids=str)
+def test_no_tensors(score, empty):
+    tensors = make_inputs(1, 2, 20, 20, 8)[:3]
+    mask, bounds = CAUSAL(20, 16), torch.tensor([0, 20])
+    expected = sparseflash.attention(*tensors, mask, score=score)
+    options = {"score": score, "score_tensors": empty}
+
+    def attend(*tensors):
+        return sparseflash.attention(*tensors, mask, **options)
+
+    packed = [x[0].transpose(0, 1) for x in tensors]
+    of_documents = sparseflash.attention_varlen(*packed, bounds, bounds, CAUSAL, **options)
+    results = [
+        attend(*tensors),
+        torch.compile(attend, backend="eager", fullgraph=True)(*tensors),
+        of_documents.transpose(0, 1)[None],
+        context_parallel_attention(*tensors, make_plan(mask, 1), **options),
+        standard_attention(*tensors, mask, dtype=torch.float32, **options)[0],
+    ]
+    for out in results:
+        torch.testing.assert_close(out, expected)
+    assert sparseflash.explain(*tensors, mask, **options).backend == "cpu"
+    sparseflash.warmup(mask, heads=2, head_dim=8, device="cpu", **options)
+    torch._dynamo.reset()
 
 
 def test_tensors_without_a_function_that_reads_them():

@@ -232,6 +232,7 @@ def test_score_tensors_of_each_call():
     assert not torch.allclose(*twice)
     with pytest.raises(ValueError, match="score_tensors must be a list of the 1 tensors"):
         layer(x)
+    assert torch.equal(biased(x, score_tensors=None), biased(x, score_tensors=()))
 
 
 def test_score_functions_and_a_cache():
