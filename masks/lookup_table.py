@@ -43,7 +43,7 @@ MAX_ENTRIES = 2**31 - 1 - PREFETCH  # row pointers have 32 bits
 TRANSPOSE_CHUNK = 1024  # bit tiles; a tile needs 32 times its size while it is transposed
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockLists:
     """One direction of a lookup table, in CSR form: the full and partial blocks of each block row.
 
@@ -119,8 +119,15 @@ class BlockLists:
         """
         return moved(self, device)
 
+    def __repr__(self) -> str:
+        return (
+            f"BlockLists(masks={len(self.row_ptr)}, rows={self.num_rows}, "
+            f"total_blocks={self.total_blocks}, max_blocks={self.max_blocks}, "
+            f"device={self.row_ptr.device})"
+        )
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class LookupTable(Caching):
     """The arrays that kernels read: block lists in two directions, and element masks.
 
@@ -215,6 +222,13 @@ class LookupTable(Caching):
             device: A torch device or its name.
         """
         return moved(self, device)
+
+    def __repr__(self) -> str:
+        return (
+            f"LookupTable(seq_len={self.seq_len}, block_size={self.block_size}, "
+            f"masks={len(self.by_query.row_ptr)}, total_blocks={self.by_query.total_blocks}, "
+            f"bit_tiles={len(self.bit_tiles)}, nbytes={self.nbytes}, device={self.device})"
+        )
 
 
 def compile_table(blocks: BlockSet) -> LookupTable:

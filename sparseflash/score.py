@@ -16,7 +16,7 @@ from masks.arguments import broadcasts
 ARGUMENTS = ("score", "batch", "head", "query", "key")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ScoreFunction:
     """A function of each score: (score, batch, head, query, key) -> (f, df / dscore).
 
@@ -162,6 +162,13 @@ class ScoreFunction:
                 f"score, {tuple(shape)}, got {tuple(derivative.shape)}"
             )
         return result
+
+    def __repr__(self) -> str:
+        return (
+            f"ScoreFunction(name={self.name!r}, has_triton={self.triton is not None}, "
+            f"tensors={self.tensors}, of_batch={self.of_batch}, of_head={self.of_head}, "
+            f"of_query={self.of_query})"
+        )
 
 
 class ReadDerivatives(NamedTuple):

@@ -148,3 +148,18 @@ def test_columns_may_lie_in_another_order():
     count = (found.by_key.row_ptr[..., 1] + found.by_key.row_ptr[..., 3]).flatten()
     assert (count[found.by_key.schedule.flatten().long()].diff() <= 0).all()
     assert count.unique().numel() > 1
+
+
+def test_reprs_are_short():
+    mask = masks.stack([masks.causal(), masks.full()])(1000, 128)
+    table = mask.table()
+    assert repr(table) == (
+        "LookupTable(seq_len=(1000, 1000), block_size=(128, 128), masks=2, total_blocks=100, "
+        f"bit_tiles=5, nbytes={table.nbytes}, device=cpu)"
+    )
+    assert repr(table.by_query) == (
+        "BlockLists(masks=2, rows=8, total_blocks=100, max_blocks=8, device=cpu)"
+    )
+    selected = masks.full()(1000, 128).select(torch.ones(8, 8, dtype=torch.bool)).table()
+    assert "total_blocks=None" in repr(selected)
+    assert "max_blocks=None" in repr(selected.by_key)

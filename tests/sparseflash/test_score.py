@@ -453,3 +453,13 @@ def test_names_and_kinds_of_tensors_are_checked():
         sparseflash.ScoreFunction.from_torch({}, bent_alone)
     with pytest.raises(TypeError, match="tensors must be a list of float or int, got 3"):
         sparseflash.ScoreFunction.from_torch("refused", bent_alone, 3)
+
+
+def test_repr_is_short():
+    function = sparseflash.ScoreFunction.from_torch(
+        "slope of each head", lambda score, b, h, q, k, slope: score + slope[h] * k, (float,)
+    )
+    assert repr(function) == (
+        "ScoreFunction(name='slope of each head', has_triton=True, "
+        "tensors=((<class 'float'>, 1),), of_batch=False, of_head=True, of_query=False)"
+    )
