@@ -29,6 +29,7 @@ from experiments.cli import (
     usage_errors,
 )
 from experiments.language_model.presets import PRESETS
+from experiments.language_model.settings import EVERY, ModelConfig, Settings
 
 app = typer.Typer(add_completion=False, help=help_of(__doc__), rich_markup_mode=None)
 DATA = Path("data/books")
@@ -84,24 +85,30 @@ def train(
     attention: Annotated[
         list[str],
         typer.Option(help="flash, sdpa, or patterns of heads, separated by ;. Repeat for layers."),
-    ] = ["flash"],  # noqa: B006
-    positions: Annotated[str, typer.Option(help="rotary or learned.")] = "rotary",
-    block_size: Annotated[int, typer.Option(min=16, max=512)] = 128,
-    dropout: Annotated[float, typer.Option(min=0, max=0.9)] = 0.0,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of the whole run.")] = 4000,
-    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 2**17,
+    ] = [*ModelConfig.attention],  # noqa: B006
+    positions: Annotated[str, typer.Option(help="rotary or learned.")] = ModelConfig.positions,
+    block_size: Annotated[int, typer.Option(min=16, max=512)] = ModelConfig.block_size,
+    dropout: Annotated[float, typer.Option(min=0, max=0.9)] = ModelConfig.dropout,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the whole run.")] = Settings.steps,
+    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = (
+        Settings.step_tokens
+    ),
     learning_rate: Annotated[float | None, typer.Option(help="Default: of the preset.")] = None,
-    warmup_steps: Annotated[int, typer.Option(min=0)] = 200,
+    warmup_steps: Annotated[int, typer.Option(min=0)] = Settings.warmup_steps,
     short_context: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a sequence in the first steps.")
-    ] = None,
-    short_steps: Annotated[int, typer.Option(min=0, help="Number of these steps.")] = 0,
+    ] = Settings.short_context,
+    short_steps: Annotated[int, typer.Option(min=0, help="Number of these steps.")] = (
+        Settings.short_steps
+    ),
     precision: Annotated[
         str, typer.Option(help="Precision of Lightning: 32-true, ...")
-    ] = "bf16-mixed",
-    compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    every: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = 500,
+    ] = Settings.precision,
+    compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = (
+        Settings.compiled
+    ),
+    seed: Annotated[int, typer.Option(min=0)] = Settings.seed,
+    every: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = EVERY,
     seconds: Annotated[
         float | None, typer.Option(min=1, help="End the run after this time.")
     ] = None,
@@ -119,7 +126,6 @@ def train(
 
     from experiments.language_model import training
     from experiments.language_model.books import Books
-    from experiments.language_model.model import ModelConfig
     from experiments.language_model.tokens import TOKENIZER
 
     torch.set_float32_matmul_precision("high")
@@ -127,20 +133,20 @@ def train(
     sizes = (chosen.layers, chosen.dim, chosen.heads, chosen.context)
     with usage_errors():
         books = Books.read(data)
-        settings = training.Settings(
-            ModelConfig(
+        settings = Settings(
+            model=ModelConfig(
                 *sizes, tuple(attention), positions, block_size, dropout, len(books.token_bytes)
             ),
-            steps,
-            step_tokens,
-            learning_rate or chosen.learning_rate,
-            warmup_steps,
-            seed,
-            dict(books.sha256),
-            precision,
-            compiled,
-            short_context,
-            short_steps,
+            steps=steps,
+            step_tokens=step_tokens,
+            learning_rate=learning_rate or chosen.learning_rate,
+            warmup_steps=warmup_steps,
+            seed=seed,
+            data=dict(books.sha256),
+            precision=precision,
+            compiled=compiled,
+            short_context=short_context,
+            short_steps=short_steps,
         )
         result = training.train(settings, books, output, seconds, every, export_to, resume)
         if (data / TOKENIZER).exists():

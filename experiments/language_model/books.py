@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from experiments.files import write_json
+from experiments.language_model.settings import BYTES
 
 SUFFIXES = (".md", ".txt")
 SPLITS = ("train", "validation", "test")
 BOUNDARY = 0  # the token before each book, and before each sequence that a model reads
 EVALUATED = 20  # of so many books, one is for validation and one for testing
 FACTS = "books.json"
-BYTES = 256  # size of the vocabulary if tokens are bytes
 HEADER = b"\n-------\n"  # ends the title, author and year of the known collection
 HEADER_BYTES = 600  # at most
 WINDOW = 64  # letters, a power of two

@@ -1,48 +1,20 @@
 """A decoder with the shape of GPT-2, whose attention is selected for each layer and head."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu, linear, scaled_dot_product_attention
 
 import masks
-from experiments.language_model.books import BOUNDARY, BYTES
+from experiments.language_model.books import BOUNDARY
+from experiments.language_model.settings import ModelConfig
 from experiments.long_context.model import ROTARY_BASE
 from masks import Pattern
 from sparseflash.nn import KeyValueCache, Rotary, SparseAttention
 
 INITIAL_STD = 0.02
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The configuration of a model.
-
-    Attributes:
-        layers, dim, heads: As in GPT-2. The feed-forward network is four times as wide as dim.
-        context: Largest number of tokens of a sequence.
-        attention: Attention of the layers, repeated cyclically: "sdpa" (dense, by torch), "flash"
-            (dense, ours), or texts of patterns for the heads, separated by ";" and repeated
-            cyclically. All are causal.
-        positions: "rotary" rotates queries and keys, "learned" is added to the embeddings.
-        block_size: Side of a block of patterns, in tokens.
-        dropout: Probability of dropout on embeddings and on the output of each sublayer.
-        vocabulary: Number of tokens in the vocabulary.
-    """
-
-    layers: int
-    dim: int
-    heads: int
-    context: int
-    attention: tuple[str, ...] = ("flash",)
-    positions: Literal["rotary", "learned"] = "rotary"
-    block_size: int = 128
-    dropout: float = 0.0
-    vocabulary: int = BYTES
 
 
 class LanguageModel(nn.Module):

@@ -1,9 +1,7 @@
 """Training that can be interrupted, resumed exactly, and moved to another machine."""
 
-import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from itertools import count, pairwise
 from math import log
 from pathlib import Path
@@ -20,7 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from experiments.environment import environment
 from experiments.files import RESULT, write_json
 from experiments.language_model.books import BOUNDARY, Books
-from experiments.language_model.model import LanguageModel, ModelConfig
+from experiments.language_model.model import LanguageModel
+from experiments.language_model.settings import EVERY, ModelConfig, Settings
 from experiments.lra.callbacks import Deadline, Interruption, StepBar, save_last
 from experiments.lra.exported import EVALUATION_SECONDS
 from experiments.lra.learner import OptimizerConfig, read_checkpoint, schedule_of
@@ -32,80 +31,6 @@ STRETCH = 65_536  # consecutive tokens that validation reads, in sequences of th
 STRETCHES = 64
 UNTIMED = 5  # first steps of a command, in which kernels are compiled
 CHECKPOINT = Path("checkpoints/last.ckpt")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings that determine the result of a run.
-
-    Attributes:
-        model: See ModelConfig.
-        steps: Number of steps of the whole run.
-        step_tokens: Number of tokens of a step, a multiple of the context.
-        learning_rate, warmup_steps: Learning rate of AdamW, with cosine decay after the warm-up.
-        seed: Seed of weights, of the sequences that are read, and of dropout.
-        data: SHA-256 of the splits.
-        precision, compiled: As in the command line.
-        short_context: Length of the sequences in the first `short_steps` steps, in tokens
-            (sequence-length warm-up, Li et al. 2022). All steps have equally many tokens. None for
-            the context.
-        short_steps: Number of these steps, fewer than `steps`.
-
-    Raises:
-        ValueError: Sizes do not divide, or no step with the full context remains.
-    """
-
-    model: ModelConfig
-    steps: int
-    step_tokens: int
-    learning_rate: float
-    warmup_steps: int
-    seed: int
-    data: dict[str, str]
-    precision: str = "bf16-mixed"
-    compiled: bool = False
-    short_context: int | None = None
-    short_steps: int = 0
-
-    def __post_init__(self):
-        if self.step_tokens < 1 or self.step_tokens % self.model.context:
-            raise ValueError(
-                f"step_tokens must be a multiple of the context of {self.model.context} tokens, "
-                f"got {self.step_tokens}"
-            )
-        if (self.short_context is None) != (self.short_steps == 0):
-            raise ValueError(
-                "short_context and short_steps must be given together, got "
-                f"{self.short_context} and {self.short_steps}"
-            )
-        if self.short_context is None:
-            return
-        context, side = self.model.context, self.model.block_size
-        if not 0 < self.short_context < context or context % self.short_context:
-            raise ValueError(
-                f"short_context must divide the context of {context} tokens and be shorter, got "
-                f"{self.short_context}"
-            )
-        if self.short_context % side:
-            raise ValueError(
-                f"short_context must be a multiple of the block_size of {side} tokens, got "
-                f"{self.short_context}"
-            )
-        if not 0 < self.short_steps < self.steps:
-            raise ValueError(
-                f"short_steps must be 1 to {self.steps - 1}, so that steps at the context follow, "
-                f"got {self.short_steps}"
-            )
-
-    def context_of(self, step: int) -> int:
-        """Length of the sequences of a step, in tokens; steps count from 0."""
-        if self.short_context is not None and step < self.short_steps:
-            return self.short_context
-        return self.model.context
-
-    def facts(self) -> dict:
-        """The settings as values of JSON."""
-        return json.loads(json.dumps(asdict(self)))
 
 
 class Learner(TrainingModule):
@@ -341,7 +266,7 @@ def train(
     books: Books,
     output: Path,
     seconds: float | None = None,
-    every: int = 500,
+    every: int = EVERY,
     export_to: Path | None = None,
     resume: Path | None = None,
     progress: bool = True,

@@ -4,8 +4,9 @@ from itertools import islice
 import pytest
 import torch
 
-from experiments.language_model.model import LanguageModel, ModelConfig, attention_of, generate
+from experiments.language_model.model import LanguageModel, attention_of, generate
 from experiments.language_model.presets import PRESETS
+from experiments.language_model.settings import ModelConfig
 
 TINY = ModelConfig(layers=2, dim=32, heads=2, context=64, block_size=16)
 SPARSE = ("local(8); butterfly()", "local(16) | global_tokens(4)")

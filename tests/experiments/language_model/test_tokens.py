@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from experiments.language_model.__main__ import app
 from experiments.language_model.books import Books, build
-from experiments.language_model.model import ModelConfig
+from experiments.language_model.settings import ModelConfig, Settings
 from experiments.language_model.tokens import TOKENIZER, Reader, encode
-from experiments.language_model.training import BookData, Learner, Settings
+from experiments.language_model.training import BookData, Learner
 from tests.experiments.language_model.test_books import write_books
 
 pytestmark = [
@@ -52,7 +52,10 @@ def test_tokens_say_the_same_as_the_bytes(folders):
 def test_bits_are_counted_by_the_bytes_of_tokens(folders):
     books = Books.read(folders / "tokens")
     model = ModelConfig(1, 32, 2, context=64, block_size=16, vocabulary=VOCABULARY)
-    settings = Settings(model, 1, 256, 1e-2, 0, 0, {}, "32-true")
+    settings = Settings(
+        model=model, steps=1, step_tokens=256, learning_rate=1e-2, warmup_steps=0, data={},
+        precision="32-true",
+    )  # fmt: skip
     torch.manual_seed(0)
     learner = Learner(settings, books.token_bytes)
     data = BookData(books, settings)

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 from experiments.language_model import training
 from experiments.language_model.__main__ import app
 from experiments.language_model.books import SPLITS, Books
-from experiments.language_model.model import LanguageModel, ModelConfig
+from experiments.language_model.model import LanguageModel
+from experiments.language_model.settings import ModelConfig, Settings
 from experiments.language_model.training import (
     CHECKPOINT,
     BookData,
     Learner,
     Sequences,
-    Settings,
     load,
     octaves,
     train,
@@ -259,6 +259,16 @@ def test_commands(tmp_path):
         result = invoke(app, wrong)
         assert result.exit_code == 2
         assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_the_command_has_the_defaults_of_its_settings(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(training, "train", lambda *arguments: given.append(arguments) or {})
+    monkeypatch.setattr(Books, "read", lambda folder: books_of())
+    CliRunner().invoke(app, ["train", "tiny-1k", "--output", str(tmp_path)])
+    model = ModelConfig(2, 64, 2, context=1024)
+    data = {"train": "t", "validation": "v"}
+    assert given[0][0] == Settings(model=model, learning_rate=3e-3, data=data)
 
 
 def test_a_checkpoint_that_names_a_file_runs_nothing(tmp_path):
