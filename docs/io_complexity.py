@@ -65,7 +65,7 @@ def io_complexity(record: dict) -> str:
         if panel in ("right", "scaling"):
             name = "figure-2" if panel == "right" else "scaling"
             about = f"{title}, predicted and measured"
-            parts.append(picture(record, name, about, "../experiments/results"))
+            parts.append(picture(f"{record['stem']}-{name}", about))
     lines = [
         [
             *(fit["name"], fit["direction"], FITTED[fit["figure"]]),

@@ -57,7 +57,7 @@ def long_context(record: dict) -> str:
         parts += [f"**{WEAK_SCALING[name]}**", scaling(each["rows"])]
         parts += [measured(each)] * (name != WEAK)  # the caller adds that of WEAK, the last
     title = f"Weak scaling on two GPUs, {record['environment']['device']}"
-    parts.append(picture(record, "", title, "../experiments/results"))
+    parts.append(picture(record["stem"], title))
     return "\n\n".join(filter(None, parts))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # as a script, and where docs is no package
 
-from records import NAMES, RESULTS, load, measured  # noqa: E402
+from records import NAMES, RESULTS, load, measured, picture  # noqa: E402
 
 from experiments.language_model.results import contexts_of  # noqa: E402
 from experiments.markdown import in_percent, table, update, written  # noqa: E402
@@ -82,7 +82,7 @@ def row_of_figures(name: str, values: Iterable[float], form: str) -> list[str]:
 
 
 def milliseconds(value: float) -> str:
-    """Three digits, and all digits before the point."""
+    """At most three digits, without zeros at the end, or all digits before the point."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
@@ -106,12 +106,6 @@ def latest(name: str) -> tuple[dict | None, str]:
     """The latest record of this name, with rows as dictionaries, and the name of its file."""
     path = newest(name)
     return (load(name, path.stem.removeprefix(f"{name}-")), path.stem) if path else (None, "")
-
-
-def picture(name: str, title: str) -> str:
-    """A picture of a record, or an empty text if there is none."""
-    path = RESULTS / f"{name}.png"
-    return f"![{title}](../experiments/results/{path.name})" if path.exists() else ""
 
 
 def paragraphs(parts: Iterable[str]) -> str:

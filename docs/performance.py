@@ -27,6 +27,7 @@ from long_context import TEXT as LONG_CONTEXT
 from records import (
     DEVICE,
     DIRECTIONS,
+    FROM_DOCS,
     NAMES,
     ROOT,
     by_shape,
@@ -165,7 +166,7 @@ def speedup(record: dict) -> str:
         head += [f"{direction}, ms", "speed-up over full mask", "speed-up over FlexAttention"]
     size = f"{longest:,} tokens, batch {ours[0]['batch']}, {words(ours[:1])}"
     parts = [f"**{size}**", table(head, lines)]
-    parts += [speedup_picture(record, "../experiments/results"), gaps(record)]
+    parts += [speedup_picture(record), gaps(record)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -176,10 +177,10 @@ def at_longest(record: dict) -> tuple[int, list[dict]]:
     return longest, [r for r in rows if r["seq_len"] == longest]
 
 
-def speedup_picture(record: dict, folder: str) -> str:
+def speedup_picture(record: dict, folder: str = FROM_DOCS) -> str:
     """The picture at the longest length; `folder` is the path of the records from the page."""
     title = f"Speed-up over the full mask against density, {record['environment']['device']}"
-    return picture(record, f"speedup-{at_longest(record)[0]}", title, folder)
+    return picture(f"{record['stem']}-speedup-{at_longest(record)[0]}", title, folder)
 
 
 def gaps(record: dict) -> str:

@@ -10,6 +10,7 @@ from experiments.record import BASELINE_NAMES, read_rows
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments/results"
+FROM_DOCS = "../experiments/results"  # path of RESULTS from a page in docs/
 DEVICE = "nvidia-h200"  # of the figures that the text of a page cites
 # The name of each implementation in a table.
 NAMES = {
@@ -56,16 +57,15 @@ def load_each(name: str) -> list[dict]:
     return [record for device in devices if (record := load(name, device)) is not None]
 
 
-def picture(record: dict, name: str, title: str, folder: str) -> str:
+def picture(name: str, title: str, folder: str = FROM_DOCS) -> str:
     """A picture of a record in Markdown, or an empty text if it does not exist.
 
     Args:
-        record: A record of `load`.
-        name: Name of the picture after the stem of the record; empty if there is only one.
+        name: Name of the picture, which begins with the stem of its record.
         title: Text in place of the picture.
         folder: Path of the folder of records from the page.
     """
-    file = f"{'-'.join(filter(None, (record['stem'], name)))}.png"
+    file = f"{name}.png"
     return f"![{title}]({folder}/{file})" if (RESULTS / file).exists() else ""
 
 
