@@ -13,10 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from sparseflash.distributed.plan import ContextPlan
 
 Group = ProcessGroup | DeviceMesh | None
-# Cycles, some 20 us, for which the current stream pauses after an exchange was started. Without it
-# the exchange and the next kernel of the stream can become ready at the same time. If a kernel of
-# attention is first, its CTAs take all multiprocessors, and the exchange waits until they end.
-HEAD_START = 40_000
 
 
 def process_group_of(group: Group, ranks: int) -> ProcessGroup | None:
@@ -63,9 +59,6 @@ class Exchange:
             self._work = dist.all_to_all_single(
                 *(self._received, source, receive_splits, send_splits, group), async_op=True
             )
-        if source.is_cuda:
-            with torch.cuda.device(source.device):  # which need not be the current one
-                torch.cuda._sleep(HEAD_START)
 
     def wait(self) -> Tensor:
         """The received rows. On a GPU the current stream waits for them, on a CPU the caller."""
