@@ -215,8 +215,8 @@ class Call:
         results: (out, lse) to which the forward pass writes instead of new tensors. Which block
             rows it writes depends on spec.skips_empty_rows alone, so calls for different rows can
             have the same results.
-        gradients: Memory of the gradients of key and value, of any strides, in which the backward
-            pass returns those that are needed; None for new tensors.
+        gradients: Memory of the gradients of query, key and value, of any strides, in which the
+            backward pass returns those that are needed; None for a new tensor.
         shared: A list in which a backward pass saves what the backward passes of other calls with
             the same query, out, lse and gradients of these need too; empty at first, or None.
     """
@@ -230,7 +230,7 @@ class Call:
     score_tensors: ScoreTensors | None = None
     more: tuple[Tensor, Tensor] | None = None
     results: tuple[Tensor, Tensor] | None = None
-    gradients: tuple[Tensor, Tensor] | None = None
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     shared: list[Tensor] | None = None
 
     @property
@@ -270,9 +270,9 @@ class Call:
         if grad_out is None:
             grad_out = torch.zeros_like(saved[3])
         grads = self.plan.backend.backward(self, grad_out, grad_lse, saved, needs)
-        if self.gradients is not None:  # to which backends write, or not
-            memory = zip(grads[1:3], self.gradients, strict=True)
-            grads = (grads[0], *(_written(*each) for each in memory), *grads[3:])
+        # Backends write to given memory, or not.
+        given = zip(grads[:3], self.gradients, strict=True)
+        grads = (*(_written(*each) for each in given), *grads[3:])
         if grads[4] is not None:
             spec = self.spec
             of_masks = reduce(grads[4], "b (h g) i j -> b h i j", "sum", g=spec.mask_group)
@@ -287,8 +287,8 @@ class Call:
         return index is not None and index != torch.cuda.current_device()
 
 
-def _written(gradient: Tensor | None, memory: Tensor) -> Tensor | None:
-    """The memory with this gradient; None for None."""
-    if gradient is None or gradient is memory:
+def _written(gradient: Tensor | None, memory: Tensor | None) -> Tensor | None:
+    """The memory with this gradient, or the gradient if there is no memory; None for None."""
+    if gradient is None or memory is None or gradient is memory:
         return gradient
     return memory.copy_(gradient)

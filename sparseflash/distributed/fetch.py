@@ -59,10 +59,14 @@ class Return:
         self._rows = _empty_rows(self._likes, step.round.received)
         self.gradients = _views(self._rows, self._likes) if step.round.arrives_in_order else None
 
-    def send(self, grads: Sequence[Tensor | None]) -> None:
-        """Sends the gradients of the attended keys and values; None for zeros."""
+    def send(self, grads: Sequence[Tensor | None] | None = None) -> None:
+        """Sends the gradients of the attended keys and values.
+
+        Args:
+            grads: One for each, None for zeros. By default they are those in `gradients`.
+        """
         each, sent = self._step.round, _views(self._rows, self._likes)
-        key, value = grads
+        key, value = grads = sent if grads is None else grads
         if self.gradients is None and key is not None and value is not None:
             copy_both_in_place(sent, (key, value), EVERY, each.received_at)
         else:
@@ -76,13 +80,17 @@ class Return:
         del self._rows, self.gradients  # they are freed when they have been sent
 
     def add_to(self, *totals: Tensor | None) -> None:
-        """Adds the received gradients to those of own keys and values.
+        """Adds the received gradients to those of own keys and values, which have all heads."""
+        heads = self._step.heads
+        self.add_to_heads(*(None if x is None else x[:, heads.of(x.shape[1])] for x in totals))
+
+    def add_to_heads(self, *of_heads: Tensor | None) -> None:
+        """Adds the received gradients to those of own keys and values of the heads of the step.
 
         It adds rank by rank: a token may have been sent to several.
         """
-        each, heads = self._step.round, self._step.heads
+        each = self._step.round
         parts = self._exchange.wait().split(each.send_splits)
-        of_heads = [None if x is None else x[:, heads.of(x.shape[1])] for x in totals]
         for rows, tokens in zip(parts, each.send, strict=True):
             both, some = _views(rows, self._likes), [x for x in of_heads if x is not None]
             if len(some) == 2:

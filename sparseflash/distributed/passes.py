@@ -32,9 +32,10 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from sparseflash.dispatch.autograd import plain
-from sparseflash.dispatch.call import Call, empty_out
-from sparseflash.distributed.fetch import EVERY, Both, Fetch, Return
-from sparseflash.distributed.part import Heads, Step, Tokens, count, in_chunks, repeated
+from sparseflash.dispatch.call import Call
+from sparseflash.distributed.fetch import EVERY, Fetch, Return
+from sparseflash.distributed.in_place import BackwardInPlace, forward_in_place
+from sparseflash.distributed.part import Heads, Step, Tokens, count
 from sparseflash.distributed.prepare import InPlaceCalls, Prepared
 from sparseflash.distributed.shared_rows import SharedBackward, SharedForward
 from sparseflash.merge import add_in_place, copy_in_place, merge_in_place
@@ -53,8 +54,11 @@ class ContextParallelAttention(torch.autograd.Function):
     ):
         rows = prepared.part.shared
         shared = None if rows is None else SharedForward(prepared, rows, query)
-        run = _forward if prepared.in_place is None else _forward_in_place
-        out, lse, calls, fetched = run(prepared, query, key, value, shared)
+        if prepared.in_place is None:
+            out, lse, calls, fetched = _forward(prepared, query, key, value, shared)
+        else:
+            inputs, calls = (query, key, value), []
+            out, lse, fetched = forward_in_place(prepared, prepared.in_place, inputs, shared)
         ctx.prepared, ctx.calls, ctx.shared_call = prepared, calls, None
         # The first backward pass deletes what was fetched, so a later one fetches it again. All
         # ranks decide by this, and not by what they have: a rank may receive nothing.
@@ -119,31 +123,6 @@ def _forward(
         del result  # not beside that of the next step
     assert whole is not None, "a row that nothing computes is in the own part"
     return whole[0].to(query.dtype), whole[1], calls, saved
-
-
-def _forward_in_place(
-    prepared: Prepared, query: Tensor, key: Tensor, value: Tensor, shared: SharedForward | None
-) -> Result:
-    """As _forward, with split "in place"; no call is needed again."""
-    masks, calls = prepared.part.in_place, prepared.in_place
-    assert masks is not None, "the split is in place"
-    assert calls is not None, "the split is in place"
-    fetches = [Fetch(prepared, key, value, step) for step in prepared.part.steps]
-    wide = torch.promote_types(query.dtype, torch.float32)
-    out, lse = empty_out(query, value), query.new_empty(query.shape[:3], dtype=wide)
-    if masks.has_empty_rows:
-        out.zero_()
-        lse.fill_(-math.inf)
-    if calls.ready is not None:
-        replace(calls.ready, results=(out, lse)).forward(query, key, value)
-    if shared is not None:
-        shared.attend(key, value)
-    fetched = [fetch.wait() for fetch in fetches]
-    if calls.waiting is not None:
-        received_key, received_value = fetched[0]
-        more = (received_key, received_value)
-        replace(calls.waiting, results=(out, lse), more=more).forward(query, key, value)
-    return out, lse, [], fetched
 
 
 def _own_part(
@@ -256,73 +235,21 @@ class _Backward:
         ]
 
     def _run_in_place(self, calls: InPlaceCalls) -> "deque[Return]":
-        """Computes all gradients but those that other ranks send."""
-        fetched, returning = list(self._fetched_of_steps()), deque[Return]()
-        results, own = (self._out, self._lse), (self._query, self._key, self._value)
-        of_query, of_keys, shared = self._needs[0], self._needs[1:3], []
-
-        def gradients(call: Call | None, inputs: Sequence[Tensor], needs, **memory):
-            if call is None or not any(needs):
-                return [_zeros(x) if each else None for x, each in zip(inputs, needs, strict=True)]
-            call = replace(call, shared=shared, **memory)
-            saved, needs = (*inputs, *results), (*needs, False, False, False)
-            return [*call.backward(self._grad_out, self._grad_lse, saved, needs)[:3]]
-
-        more = tuple(fetched[0]) if fetched and calls.waiting is not None else None
-        grad_query = gradients(calls.every, own, (of_query, False, False), more=more)[0]
-        del more
-        for step, both in zip(self._steps, fetched, strict=True):
-            if any(of_keys):
-                returned, grads = Return(self._prepared, step), (None, None)
-                if calls.received is not None:
-                    needs, inputs = (False, *of_keys), (self._query, *both)
-                    memory = {"gradients": returned.gradients}
-                    grads = gradients(calls.received, inputs, needs, **memory)[1:]
-                    del inputs, memory
-                if calls.heavy is not None:
-                    grads = self._with_heavy(calls.heavy, both, grads, returned.gradients)
-                returned.send(grads)
-                returning.append(returned)
-                del grads
-            both.clear()  # now, and not when the pass has ended
-        grads = [grad_query, *gradients(calls.own, own, (False, *of_keys))[1:]]
+        """Computes all gradients but those that other ranks send and that are not added yet."""
+        saved = (self._query, self._key, self._value, self._out, self._lse)
+        grads, returning = BackwardInPlace(
+            *(self._prepared, calls, saved, (self._grad_out, self._grad_lse)),
+            needs=self._needs[:3],
+            fetched=None if self._fetches else self._fetched,
+            widened=self._widened,
+        ).run()
+        self._fetched = []
+        complete = not returning and self._shared is None
         self._grads[:3] = [
-            None if grad is None else self._widened(i, grad) for i, grad in enumerate(grads)
+            grad if grad is None or complete else self._widened(i, grad)
+            for i, grad in enumerate(grads)
         ]
         return returning
-
-    def _with_heavy(
-        self,
-        call: Call,
-        fetched: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        memory: Both | None,
-    ) -> list[Tensor | None]:
-        """The gradients of received keys, in this memory, with those of heavy ones.
-
-        The queries are in chunks, each of which has gradients in the dtype of the keys. They are
-        added in float32.
-        """
-        masks, of_keys = self._prepared.part.in_place, self._needs[1:3]
-        assert masks is not None, "the split is in place"
-        assert masks.heavy is not None, "there are heavy keys"
-        assert memory is not None, "received keys are attended in the order of their arrival"
-        tokens, chunks = masks.heavy.tokens, masks.heavy.chunks
-        if grads[0] is grads[1] is None:  # all received keys are heavy: their gradients fill it
-            grads = [x if needed else None for x, needed in zip(memory, of_keys, strict=True)]
-        query, out, lse = (in_chunks(x, chunks) for x in (self._query, self._out, self._lse))
-        grad_out, grad_lse = (
-            None if x is None else in_chunks(x, chunks) for x in (self._grad_out, self._grad_lse)
-        )
-        both = [repeated(x[:, :, tokens], chunks) for x in fetched]
-        saved, needs = (query, *both, out, lse.contiguous()), (False, *of_keys, *[False] * 3)
-        found = call.backward(grad_out, grad_lse, saved, needs)
-        for total, grad in zip(grads, found[1:3], strict=True):
-            if total is not None and grad is not None:
-                total[:, :, tokens] = grad.sum(0, keepdim=True, dtype=self._lse.dtype).to(
-                    total.dtype
-                )
-        return [*grads]
 
     def _run_parts(self) -> "deque[Return]":
         """Computes all gradients but those that other ranks send and that are not added yet."""
@@ -434,7 +361,7 @@ class _Backward:
         if call is None:
             return None
         if returned is not None:
-            call = replace(call, gradients=returned.gradients)
+            call = replace(call, gradients=(None, *(returned.gradients or (None, None))))
 
         def here(x: Tensor | None) -> Tensor | None:
             return None if x is None else _queries_of(x, step).contiguous()

@@ -65,7 +65,8 @@ class ContextPlan(Caching):
             the caller.
         owner: int64 (units,), the rank that owns each unit of max(block_size) tokens.
         round_tokens: Largest number of key tokens that a rank receives in a round; None for one
-            round.
+            round. With split "in place" a round has all tokens for a group of heads, and no more
+            bytes.
         split: "rows" if rows that attend fetched keys wait for them. "in place" if they do, and
             results are written and keys read where they lie. "keys" if every row attends own keys
             first and fetched keys later, and the results are merged.
@@ -237,8 +238,11 @@ class ContextPlan(Caching):
         Raises:
             ValueError: kv_heads does not divide the number of heads of the mask.
         """
-        if self.split in ("keys", "in place"):
+        if self.split == "keys":
             return 1
+        if self.split == "in place":
+            least = min(self.least_head_groups, kv_heads)
+            return next(n for n in range(least, kv_heads + 1) if kv_heads % n == 0)
         if self.mask.num_heads == 1:
             return max(n for n in range(1, self.groups + 1) if kv_heads % n == 0)
         if self.mask.num_heads % kv_heads:
@@ -284,6 +288,21 @@ class ContextPlan(Caching):
         """All-to-alls of one pass, the same on every rank; 0 if no rank fetches keys."""
         if self._distances:
             return len(self._distances)
+        if self.split == "in place":  # in as many rounds as there are groups of heads
+            return int(self.costs.traffic.any())
+        return self._least_rounds
+
+    @property
+    def least_head_groups(self) -> int:
+        """In place: the number of groups of heads in which no rank receives too much at a time.
+
+        A call with fewer key heads is not computed in place.
+        """
+        return max(self._least_rounds, 1)
+
+    @cached_property
+    def _least_rounds(self) -> int:
+        """The number of rounds, of tokens or of heads, in which each rank receives its keys."""
         if self.round_tokens is None:
             return int(self.costs.traffic.any())
         most = int(self._fetched.sum(1).max())
@@ -293,7 +312,7 @@ class ContextPlan(Caching):
     @property
     def fetches_again(self) -> bool:
         """Whether the backward pass fetches keys again, so that two rounds at most are stored."""
-        return self.round_tokens is not None and self.num_rounds > 1
+        return self.round_tokens is not None and self._least_rounds > 1
 
     @cached_property
     def _distances(self) -> tuple[int, ...]:
@@ -478,8 +497,11 @@ def make_plan(
             repair", "graph growing", or a list with the rank of each unit. "auto" takes, of the
             strategies with about the least predicted time, the first with about the least traffic.
         round_tokens: Largest number of tokens whose keys and values a rank receives at a time, at
-            least one block; it receives further tokens in later rounds. By default there is one
-            round.
+            least one block; it receives further tokens in later rounds, and all of them once more
+            in the backward pass. By default there is one round. With split "in place" a round has
+            all tokens for some of the heads, and at most as many bytes as round_tokens tokens have
+            for all heads. If there are too few key heads for that, or several batch elements, the
+            call is computed by keys.
         split: With "rows", rows that attend fetched keys wait for them, one group of heads after
             another, and attend own and fetched keys in one kernel. With "keys", every row attends
             own keys during the exchange and fetched keys after it, and the results are merged.
@@ -488,7 +510,8 @@ def make_plan(
             blocks. Calls with dropout, a score function, a bias, key lengths or a DynamicMask, and
             those that the backend "hopper" does not compute in blocks of 128, are computed by rows
             or by keys, whichever has less predicted time.
-            "auto" is "keys" if round_tokens is given, else the split with less predicted time.
+            "auto" is the split with less predicted time; if round_tokens is given, "in place" if
+            the mask allows it, else "keys".
         shared_rows: Block rows, ascending, that all ranks share: each rank computes their
             attention to its own keys, and the owner merges the results. By default rows that
             attend far more keys than others, such as those of global tokens, if this takes no
@@ -533,17 +556,20 @@ def _planned(
         workloads.append(Workload.of(mask, heavy))
     strategies = _strategies(strategy, mask, ranks)
     name, assignment = _fastest(workloads, strategies, ranks, fetch_cost)
+    possible = can_be_in_place(assignment.workload)
+    if split == "in place" and not possible:
+        raise ValueError(
+            'split must be "auto", "rows" or "keys" if heads have different masks or a block '
+            f'is clipped, got "in place" for {mask}'
+        )
     chosen: tuple[Split, int] = ("keys", 1)
     otherwise: tuple[Split, int] = ("rows", 1)
     if round_tokens is None:
-        if split == "in place" and not can_be_in_place(assignment.workload):
-            raise ValueError(
-                'split must be "auto", "rows" or "keys" if heads have different masks or a block '
-                f'is clipped, got "in place" for {mask}'
-            )
         chosen = choose_split(assignment, fetch_cost, split)
         if chosen[0] == "in place":
             otherwise = choose_split(assignment, fetch_cost, "not in place")
+    elif split == "in place" or (split == "auto" and possible and assignment.costs.traffic.any()):
+        chosen, otherwise = ("in place", 1), chosen
     assigned = (mask, ranks, name, assignment.owner, round_tokens)
     plan = ContextPlan(*assigned, *chosen, assignment.workload.shared, otherwise)
     return plan.with_assignment(assignment)
@@ -606,8 +632,8 @@ def _checked_rounds(round_tokens: int | None, split: str, mask: BlockMask) -> in
         raise ValueError(f'split must be "auto", "in place", "rows" or "keys", got {split!r}')
     if round_tokens is None:
         return None
-    if split in ("rows", "in place"):
-        raise ValueError(f'round_tokens must be None with split "{split}", got {round_tokens}')
+    if split == "rows":
+        raise ValueError(f'round_tokens must be None with split "rows", got {round_tokens}')
     return check_integer("round_tokens", round_tokens, least=mask.grid.bk)
 
 

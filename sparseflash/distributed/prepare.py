@@ -107,11 +107,15 @@ class Prepared:
     @cached_property
     def in_place(self) -> InPlaceCalls | None:
         """The calls of split "in place"; None with another split, and for calls that depend on
-        positions in the sequence or that the backend cannot compute so.
+        positions in the sequence, that the backend cannot compute so, or that cannot be divided
+        into enough groups of heads. The LSE of a group is consecutive only without a batch.
         """
         options, extras = AttentionOptions(**self.options), (self.mask, self.lengths, self.bias)
         whole = options.dropout_p == 0 and options.score is None and extras == (None,) * 3
-        if self.part.in_place is None or not whole:
+        enough = self._groups >= self.plan.least_head_groups
+        if self.part.in_place is None or not (whole and enough):
+            return None
+        if self._groups > 1 and len(self.query) > 1:
             return None
         tensors, facts = (self.query, self.key, self.value), self.call_facts
         properties = tuple((x.shape, x.dtype, x.device) for x in tensors)
@@ -122,30 +126,37 @@ class Prepared:
             self.plan.cache[key] = self._in_place_calls(self.part.in_place)
         return self.plan.cache[key]
 
+    @property
+    def _groups(self) -> int:
+        """The number of groups of heads that are exchanged one after another."""
+        return max((step.heads.groups for step in self.part.steps), default=1)
+
     def _in_place_calls(self, masks: InPlace) -> InPlaceCalls | None:
-        part = self.part
-        every = self._in_place_call(masks.every, masks.order)
+        """The call of ready rows for all heads, and the others for the heads of a group."""
+        part, groups = self.part, self._groups
+        every = self._in_place_call(masks.every, masks.order, groups)
         # A rank whose rows attend nothing must decide as the others do.
-        decisive = every or self._in_place_call(self._dense_mask(), None)
+        decisive = every or self._in_place_call(self._dense_mask(), None, groups)
         if not (decisive and decisive.plan.backend.computes_in_place(decisive.spec)):
             return None
         received, heavy = part.rounds[0].mask if part.rounds else None, None
         if masks.heavy is not None and len(self.query) == 1:
             received, heavy = masks.light, self._heavy_call(masks.heavy)
         return InPlaceCalls(
-            ready=self._in_place_call(masks.ready, None, skips_empty_rows=True),
-            waiting=self._in_place_call(masks.waiting, masks.order, skips_empty_rows=True),
+            ready=self._in_place_call(masks.ready, None, 1, skips_empty_rows=True),
+            waiting=self._in_place_call(masks.waiting, masks.order, groups, skips_empty_rows=True),
             every=every,
-            own=self._in_place_call(part.mask, None),
-            received=self._in_place_call(received, masks.received_order),
+            own=self._in_place_call(part.mask, None, groups),
+            received=self._in_place_call(received, masks.received_order, groups),
             heavy=heavy,
         )
 
     def _heavy_call(self, heavy: HeavyKeys) -> Call:
         """The call of heavy keys, in which each chunk of queries is a batch element."""
         size = (heavy.chunks, -1, count(heavy.tokens), -1)
-        key, value = (x[:, :, :1].expand(*size) for x in (self.key, self.value))
-        query = in_chunks(self.query, heavy.chunks)
+        query, key, value = self._first_group(self._groups)
+        key, value = (x[:, :, :1].expand(*size) for x in (key, value))
+        query = in_chunks(query, heavy.chunks)
         return Call(find_plan(query, key, value, heavy.mask, self.options, self.call_facts))
 
     def _dense_mask(self) -> BlockMask:
@@ -154,18 +165,29 @@ class Prepared:
         lengths = (self.query.shape[2], block_size[1])
         return full()(lengths, block_size, device=self.query.device)
 
+    def _first_group(self, groups: int) -> tuple[Tensor, ...]:
+        """query, key and value of the first of equal groups of heads."""
+        first = Heads(0, groups)
+        return tuple(x[:, first.of(x.shape[1])] for x in (self.query, self.key, self.value))
+
     def _in_place_call(
-        self, mask: BlockMask | None, order: Tensor | None, skips_empty_rows: bool = False
+        self,
+        mask: BlockMask | None,
+        order: Tensor | None,
+        groups: int,
+        skips_empty_rows: bool = False,
     ) -> Call | None:
-        """The call of a mask whose key blocks lie in this order, in tables of its own blocks."""
+        """The call of one of equal groups of heads, in tables of the blocks of the mask.
+
+        Its key blocks lie in this order.
+        """
         if mask is None:
             return None
         facts = self.call_facts._replace(skips_empty_rows=skips_empty_rows)
-        key, value = (
-            x[:, :, :1].expand(-1, -1, mask.grid.k_len, -1) for x in (self.key, self.value)
-        )
+        query, key, value = self._first_group(groups)
+        key, value = (x[:, :, :1].expand(-1, -1, mask.grid.k_len, -1) for x in (key, value))
         with fixed_block_sizes(mask.block_size, mask.block_size):
-            plan = find_plan(self.query, key, value, mask, self.options, facts)
+            plan = find_plan(query, key, value, mask, self.options, facts)
         return Call(plan if order is None else _with_columns(plan, order))
 
     @property

@@ -24,6 +24,7 @@ from sparseflash.distributed import (
     context_parallel_attention,
     fetch,
     gather,
+    in_place,
     make_plan,
     part,
     passes,
@@ -98,19 +99,48 @@ def errors_in_place(
     rank: int, mask_name: str, strategy: str, shared_rows: tuple[int, ...], extras: dict[str, Any]
 ) -> tuple[dict[str, float], int]:
     """`errors` with split "in place" and filled memory; and the number of calls computed so."""
-    mask, extras = mask_of(mask_name, WHOLE), dict(extras)
+    extras = dict(extras)
     given = inputs(torch.float64, extras.pop("value_dim", DIMS), WHOLE)
+    plan = _plan_in_place(mask_name, strategy, shared_rows)
+    return _errors_in_place(rank, plan, given, extras)
+
+
+def errors_in_groups(
+    rank: int, mask_name: str, strategy: str, shared_rows: tuple[int, ...], groups: int, batch: int
+) -> tuple[dict[str, float], int, int]:
+    """`errors_in_place` if no rank receives more bytes at a time than those of so many groups of
+    heads; and the number of groups that the plan needs.
+    """
+    given = tuple(x[:batch] for x in inputs(torch.float64, DIMS, WHOLE))
+    most = int(_plan_in_place(mask_name, strategy, shared_rows).costs.receive.max()) // BLOCK
+    limit = BLOCK * max(1, -(-most // groups))
+    plan = _plan_in_place(mask_name, strategy, shared_rows, limit)
+    return *_errors_in_place(rank, plan, given, {}), plan.least_head_groups
+
+
+def _plan_in_place(
+    mask_name: str,
+    strategy: str,
+    shared_rows: tuple[int, ...],
+    round_tokens: int | None = None,
+) -> ContextPlan:
+    mask, ranks = mask_of(mask_name, WHOLE), dist.get_world_size()
+    chosen = _strategy(strategy, ranks, WHOLE)
     options: dict[str, Any] = {"split": "in place", "shared_rows": shared_rows}
-    ranks = dist.get_world_size()
-    plan = make_plan(mask, ranks, _strategy(strategy, ranks, WHOLE), **options)
+    return make_plan(mask, ranks, chosen, round_tokens=round_tokens, **options)
+
+
+def _errors_in_place(
+    rank: int, plan: ContextPlan, given: tuple[Tensor, ...], extras: dict[str, Any]
+) -> tuple[dict[str, float], int]:
     torch.use_deterministic_algorithms(True)  # then torch.empty fills memory
     try:
-        wrapped = {"wraps": passes._forward_in_place}
+        wrapped = {"wraps": passes.forward_in_place}
         with (
             in_place_on_cpus(),
-            mock.patch.object(passes, "_forward_in_place", **wrapped) as computed,
+            mock.patch.object(passes, "forward_in_place", **wrapped) as computed,
         ):
-            found = _errors(rank, plan, (mask, None), given, extras)
+            found = _errors(rank, plan, (plan.mask, None), given, extras)
     finally:
         torch.use_deterministic_algorithms(False)
     return found, computed.call_count
@@ -199,7 +229,7 @@ def errors_of_chunks(rank: int, pattern: str) -> dict[str, float]:
 
 
 def errors_of_heavy_keys(
-    rank: int, name: str, batch: int, dtype: torch.dtype
+    rank: int, name: str, batch: int, dtype: torch.dtype, round_tokens: int | None = None
 ) -> tuple[dict[str, float], int]:
     """`errors` in place where gradients of heavy keys are computed in chunks of queries; and the
     number of calls for them.
@@ -210,7 +240,7 @@ def errors_of_heavy_keys(
     ranks = dist.get_world_size()
     length = 8 * BLOCK * ranks
     mask = (first if name == "alone" else first | masks.local(10))(length, BLOCK)
-    calls, with_heavy = 0, passes._Backward._with_heavy
+    calls, with_heavy = 0, in_place.BackwardInPlace._write_of_heavy_keys
 
     def counted(*arguments):
         nonlocal calls
@@ -221,25 +251,29 @@ def errors_of_heavy_keys(
     with (
         in_place_on_cpus(),
         mock.patch.multiple(part, HEAVY_BLOCKS=3, CHUNK_BLOCKS=2),
-        mock.patch.object(passes._Backward, "_with_heavy", counted),
+        mock.patch.object(in_place.BackwardInPlace, "_write_of_heavy_keys", counted),
     ):
-        plan = make_plan(mask, ranks, "contiguous", split="in place", shared_rows=())
+        options: dict[str, Any] = {"split": "in place", "shared_rows": ()}
+        plan = make_plan(mask, ranks, "contiguous", round_tokens=round_tokens, **options)
         return _errors(rank, plan, (mask, None), given, {}), calls
 
 
-def errors_of_sums_in_single_precision(rank: int) -> dict[str, float]:
+def errors_of_sums_in_single_precision(rank: int, split: str) -> dict[str, float]:
     """`errors` in 16 bits, where gradients are summed in float32 and own keys are not consecutive.
 
-    Every row attends a key of the other rank, so no row is computed before the exchange.
+    Every row attends a key of the other rank, so no row is computed before the exchange. In place
+    there are two groups of heads.
     """
     length = 8 * BLOCK
     blocks = torch.zeros(8, 8, dtype=torch.bool)
     blocks[:, ::2] = True
     mask = BlockMask.from_blocks(blocks, block_size=BLOCK, seq_len=length)
-    plan = make_plan(mask, dist.get_world_size(), "contiguous", split="rows")
-    assert plan.part(rank).mask is None
-    with mock.patch.object(passes, "MAX_ROUNDED", 1):
-        return _errors(rank, plan, (mask, None), inputs(torch.bfloat16, DIMS, length), {})
+    options = {"round_tokens": BLOCK} if split == "in place" else {}
+    plan = make_plan(mask, dist.get_world_size(), "contiguous", split=split, **options)
+    assert (plan.part(rank).mask is None) == (split == "rows")
+    given = tuple(x[:1] for x in inputs(torch.bfloat16, DIMS, length))
+    with in_place_on_cpus(), mock.patch.object(passes, "MAX_ROUNDED", 1):
+        return _errors(rank, plan, (mask, None), given, {})
 
 
 @cache

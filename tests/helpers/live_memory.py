@@ -87,10 +87,9 @@ def _nothing_computed() -> Iterator[None]:
         return query.new_empty(*query.shape[:3], value.shape[3]), lse
 
     def backward(self, grad_out, grad_lse, saved, needs):
-        memory = (None, *(self.gradients or (None, None)))
         grads = [
             (torch.empty_like(x) if given is None else given) if needed else None
-            for x, given, needed in zip(saved[:3], memory, needs, strict=False)
+            for x, given, needed in zip(saved[:3], self.gradients, needs, strict=False)
         ]
         return (*grads, None, None, None)
 

@@ -11,6 +11,7 @@ equal inputs give equal bits. The fused kernel runs over block rows of keys and 
 fixed order; see select.uses_fused_backward.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from sparseflash.dispatch.call import (
     Call,
     Gradients,
     Needs,
+    OutputLayout,
     Plan,
     Saved,
     empty_like,
@@ -163,23 +165,40 @@ def _fused(
     call: Call, query: Tensor, grad_out: Tensor, key: Tensor, value: Tensor, lse_delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq_accumulator = _zero_dq_accumulator(query, call.table)
-    inputs = (query, grad_out, key, value, *(call.gradients or ()))
-    prepared = prepare_once(call.plan, _prepare_fused, inputs)
+    given, new = _memory_of_gradients(call.gradients, (True, True, True))
+    inputs = (query, grad_out, key, value, *given)
+    prepared = prepare_once(call.plan, _prepare_fused, inputs, *new)
     more = _more(call, key, value)
-    grad_query, *both = empty_tensors(prepared.outputs, call.spec.device)
-    grad_key, grad_value = call.gradients or both
+    found = empty_tensors(prepared.outputs, call.spec.device)
+    grad_query, grad_key, grad_value = _or_given(found, call.gradients, (True, True, True))
     inputs = (query, grad_out, lse_delta, key, value, *more, *NOTHING_MORE[len(more) :])
     prepared.launch(call, *inputs, dq_accumulator, grad_key, grad_value)
     _convert_dq(dq_accumulator, call.spec.scale, grad_query)
     return grad_query, grad_key, grad_value
 
 
-def _prepare_fused(spec: AttentionSpec, _: int, *inputs: Tensor) -> PreparedKernel:
-    query, _grad_out, key, value, *given = inputs
+def _memory_of_gradients(
+    gradients: Sequence[Tensor | None], needs: Sequence[bool]
+) -> tuple[list[Tensor], list[bool]]:
+    """(the memory that is given for needed gradients, whether each one needs a new tensor)"""
+    each = list(zip(gradients, needs, strict=True))
+    given = [memory for memory, needed in each if needed and memory is not None]
+    return given, [needed and memory is None for memory, needed in each]
+
+
+def _or_given(
+    new: Sequence[Tensor | None], gradients: Sequence[Tensor | None], needs: Sequence[bool]
+) -> list[Any]:
+    """The tensors of needed gradients: new ones, or the memory that is given for them."""
+    each = zip(new, gradients, needs, strict=True)
+    return [memory if needed and found is None else found for found, memory, needed in each]
+
+
+def _prepare_fused(spec: AttentionSpec, _: int, *inputs_and_new: Any) -> PreparedKernel:
+    query, _grad_out, key, value, *_given, new_query, new_key, new_value = inputs_and_new
     tile = WARPGROUP_TILE
     access = (tile, tile, LSE_DELTA_BOX, *[tile] * 4, _dq_box(spec), tile, tile)
-    new = () if given else (key, value)
-    outputs = layouts_of([empty_like(x) for x in (query, *new)])
+    outputs = _new_outputs((query, new_query), (key, new_key), (value, new_value))
     config = configs.FUSED_CONFIGS[configs.tile_width(spec.head_dim)]
     return PreparedKernel(backward_fused_kernel, access, config, outputs, by_key=True)
 
@@ -216,20 +235,23 @@ def _dq(
 ) -> list[Tensor]:
     """The gradient of query, and LSE and delta of all queries."""
     more = _more(call, *inputs[-2:])
-    inputs = (*inputs, *more)
-    prepared = prepare_once(call.plan, _prepare_dq, inputs, grad_lse is None)
+    inputs, memory = (*inputs, *more), call.gradients[0]
+    given, (new,) = _memory_of_gradients([memory], [True])
+    prepared = prepare_once(call.plan, _prepare_dq, (*inputs, *given), grad_lse is None, new)
     grad_query, lse_delta = empty_tensors(prepared.outputs, call.spec.device)
+    grad_query = memory if memory is not None else grad_query
     results = (grad_query, lse, grad_lse, lse_delta)
     prepared.launch(call, *inputs, *NOTHING_MORE[len(more) :], *results)
     return [grad_query, lse_delta]
 
 
 def _prepare_dq(
-    spec: AttentionSpec, block: int, query: Tensor, *_: Tensor | bool
+    spec: AttentionSpec, block: int, query: Tensor, *inputs_and_properties: Tensor | bool
 ) -> PreparedKernel:
+    new = bool(inputs_and_properties[-1])
     tile, kv_tile = WARPGROUP_TILE, launch.kv_tile(block, spec.widest_dim)
     access = (tile, tile, tile, *[kv_tile] * 4, tile, None, None, None)
-    outputs = layouts_of((empty_like(query), empty_lse_delta(query, block)))
+    outputs = layouts_of((empty_like(query) if new else None, empty_lse_delta(query, block)))
     config = configs.DQ_CONFIGS[block][configs.tile_width(spec.widest_dim)]
     return PreparedKernel(backward_dq_kernel, access, config, outputs)
 
@@ -244,22 +266,24 @@ def _dkdv(
     with_key: bool = True,
     with_value: bool = True,
 ) -> list[Tensor | None]:
-    inputs = (query, grad_out, key, value, *(call.gradients or ()))
-    prepared = prepare_once(call.plan, _prepare_dkdv, inputs, with_key, with_value)
-    if call.gradients is None:
-        gradients = empty_tensors(prepared.outputs, call.spec.device)
-    else:
-        given = zip(call.gradients, (with_key, with_value), strict=True)
-        gradients = [x if needed else None for x, needed in given]
+    memory, needs = call.gradients[1:], (with_key, with_value)
+    given, new = _memory_of_gradients(memory, needs)
+    inputs = (query, grad_out, key, value, *given)
+    prepared = prepare_once(call.plan, _prepare_dkdv, inputs, *needs, *new)
+    gradients = _or_given(empty_tensors(prepared.outputs, call.spec.device), memory, needs)
     prepared.launch(call, query, grad_out, lse_delta, key, value, *gradients)
     return gradients
 
 
-def _prepare_dkdv(spec: AttentionSpec, block: int, *inputs_and_needs: Any) -> PreparedKernel:
-    _query, _grad_out, key, value, *given, with_key, with_value = inputs_and_needs
+def _prepare_dkdv(spec: AttentionSpec, block: int, *inputs_and_new: Any) -> PreparedKernel:
+    _query, _grad_out, key, value, *_given_and_needs, new_key, new_value = inputs_and_new
     tile = WARPGROUP_TILE
     access = (tile, tile, LSE_DELTA_BOX, tile, tile, tile, tile)
-    needs = ((key, with_key), (value, with_value)) if not given else ()
-    outputs = layouts_of([empty_like(x) if needed else None for x, needed in needs])
+    outputs = _new_outputs((key, new_key), (value, new_value))
     config = configs.DKDV_CONFIGS[block][configs.tile_width(spec.widest_dim)]
     return PreparedKernel(backward_dkdv_kernel, access, config, outputs, by_key=True)
+
+
+def _new_outputs(*each: tuple[Tensor, bool]) -> tuple[OutputLayout | None, ...]:
+    """The layouts of new tensors like these where they are needed, else None."""
+    return layouts_of([empty_like(x) if new else None for x, new in each])

@@ -59,11 +59,18 @@ def backward(
     needs_query, needs_key, needs_value, *needs_sums = needs
     sums: tuple[Tensor | None, ...] = (None, None, None)
     padded_len = call.table.by_query.num_rows * call.table.block_size[0]
-    new = (needs_key or needs_value) and call.gradients is None
-    properties = (needs_query, new, padded_len)
+    of_keys = needs_key or needs_value  # one kernel writes both
+    new = (
+        needed and memory is None
+        for needed, memory in zip((needs_query, of_keys, of_keys), call.gradients, strict=True)
+    )
+    properties = (*new, padded_len)
     layouts = prepare_once(call.plan, _layouts_of_gradients, (query, key, value), *properties)
-    grad_query, *both, lse_delta = empty_tensors(layouts, call.plan.spec.device)
-    grad_key, grad_value = call.gradients or both
+    *found, lse_delta = empty_tensors(layouts, call.plan.spec.device)
+    grad_query, grad_key, grad_value = (
+        memory if each is None else each
+        for each, memory in zip(found, call.gradients, strict=True)
+    )
     lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     lse_arguments = (grad_lse, *lse_strides, lse, lse_delta)
     inputs = {"query": query, "key": key, "value": value}
@@ -80,16 +87,16 @@ def backward(
         launch_pass(call, prepared, key_value_gradient_kernel, tensors, (lse_delta,))
     if any(needs_sums):
         sums = _ds_sums(call, {**inputs, "grad_out": grad_out}, lse_delta, *needs_sums)
-    grad_key, grad_value = (grad_key if needs_key else None, grad_value if needs_value else None)
-    return grad_query, grad_key, grad_value, *sums
+    each = zip((grad_query, grad_key, grad_value), needs, strict=False)
+    return *(grad if needed else None for grad, needed in each), *sums
 
 
 def _layouts_of_gradients(spec: AttentionSpec, _block: int, *inputs_and_needs: Any) -> tuple:
     """Layouts of dQ, of dK and dV, and of LSE and delta."""
-    query, key, value, needs_query, new_of_keys, padded_len = inputs_and_needs
+    query, key, value, new_query, new_key, new_value, padded_len = inputs_and_needs
     lse_delta = query.new_empty(*query.shape[:2], 2, padded_len, dtype=torch.float32)
-    needs = ((query, needs_query), (key, new_of_keys), (value, new_of_keys))
-    examples = [empty_like(x) if needed else None for x, needed in needs]
+    each = ((query, new_query), (key, new_key), (value, new_value))
+    examples = [empty_like(x) if new else None for x, new in each]
     return layouts_of([*examples, lse_delta])
 
 

@@ -78,6 +78,21 @@ def test_rows_in_place(ranks, strategy, shared):
         assert all(computed == 1 for _, computed in answers)
 
 
+@pytest.mark.parametrize("strategy", ["contiguous", "shuffled"])
+@pytest.mark.parametrize("shared", [(), (0, 6, 12)], ids=["no shared rows", "shared rows"])
+def test_rows_in_place_in_groups_of_heads(ranks, strategy, shared):
+    """There are two key heads. The LSE of a group is consecutive if there is one batch element."""
+    needed = set()
+    for mask in ("butterfly", "causal", "empty rows", "global tokens", "nothing"):
+        for groups, batch in ((2, 1), (3, 1), (2, 2)):
+            answers = ranks.run(cases.errors_in_groups, mask, strategy, shared, groups, batch)
+            check_exact([errors for errors, _, _ in answers])
+            for _, computed, least in answers:
+                assert computed == (least == 1 or (least == 2 and batch == 1))
+                needed.add(least)
+    assert needed == {1, 2, 3}
+
+
 @pytest.mark.parametrize("name", ["alone", "with others", "different in each chunk"])
 def test_gradients_of_keys_that_all_rows_attend_are_computed_in_chunks_of_queries(ranks, name):
     """All ranks but the first receive the first key block. Batch elements have work tiles of their
@@ -198,7 +213,8 @@ def test_16_bits_are_merged_within_rounding(two_ranks):
     extra = {"dtype": torch.bfloat16}
     for split in ("rows", "rounds", "shared rows"):
         check_exact(two_ranks.run(cases.errors, "random", "zigzag", split, extra), within=0.1)
-    check_exact(two_ranks.run(cases.errors_of_sums_in_single_precision), within=0.1)
+    for split in ("rows", "in place"):
+        check_exact(two_ranks.run(cases.errors_of_sums_in_single_precision, split), within=0.1)
 
 
 @pytest.mark.slow(10)

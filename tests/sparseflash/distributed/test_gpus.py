@@ -41,6 +41,17 @@ def test_rows_in_place(two_gpus, mask, strategy):
     check(two_gpus.run(cases.errors, mask, options, {}, None, cases.WHOLE))
 
 
+@pytest.mark.parametrize("mask", ["butterfly", "causal", "global tokens"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_in_place_in_groups_of_heads(two_gpus, mask, batch):
+    """A rank receives at most half of the keys of the other one at a time. With a batch it is
+    computed by keys.
+    """
+    options = {"split": "in place", "strategy": "contiguous", "round_tokens": cases.WHOLE // 4}
+    options |= {"shared_rows": ()}
+    check(two_gpus.run(cases.errors, mask, options, {}, None, cases.WHOLE, batch))
+
+
 def test_gradients_of_keys_that_all_rows_attend(two_gpus):
     check(two_gpus.run(cases.errors_of_heavy_keys))
 

@@ -61,11 +61,31 @@ def test_gradients_of_keys_of_shared_rows_are_computed_part_by_part(kv_heads):
         assert both <= 2 + 2 * share + 2 * share / 4 + few + LSE
 
 
+@pytest.mark.parametrize("groups", [2, 4, 8])
+@pytest.mark.parametrize("query_heads", [1, 4])
+def test_in_place_in_groups_of_heads_memory_does_not_grow_with_received_keys(groups, query_heads):
+    """Of two groups at most, keys and values are in memory that are sent or received, and of one
+    the gradients.
+    """
+    received = int(butterfly(2, "graph growing", "in place").costs.receive[0])
+    blocks = received // BLOCK
+    limit = BLOCK * -(-blocks // groups)
+    plan = butterfly(2, "graph growing", "in place", round_tokens=limit)
+    assert plan.head_groups(8) == groups
+    share, of_group = 1 / query_heads, received / (BLOCK * BLOCKS / 2) / groups / query_heads
+    forward, both = peak_in_shards(plan, 0, heads=8 * query_heads, kv_heads=8)
+    assert forward <= 1 + 6 * of_group + LSE
+    assert both <= 2 + 2 * share + 6 * of_group + LSE
+    if groups == 8:  # close to half of what one rank needs for the same sequence
+        alone = peak_in_shards(butterfly(1), 0, heads=8 * query_heads, kv_heads=8)[1]
+        assert both <= 0.55 * 2 * alone
+
+
 @pytest.mark.parametrize("per_shard", [4, 8, 16])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_in_rounds_memory_does_not_grow_with_received_keys(per_shard, kv_heads):
     """At most two rounds of keys, and of gradients that are sent and received, are in memory."""
-    plan = butterfly(2, round_tokens=BLOCK * BLOCKS // 2 // per_shard, split="auto")
+    plan = butterfly(2, round_tokens=BLOCK * BLOCKS // 2 // per_shard)
     assert plan.num_rounds == per_shard > 3
     forward, both = peak_in_shards(plan, 0, kv_heads=kv_heads)
     share = kv_heads / 4
@@ -77,7 +97,7 @@ def test_in_rounds_memory_does_not_grow_with_received_keys(per_shard, kv_heads):
 @pytest.mark.parametrize(("ranks", "forward", "both"), [(4, 4.25, 9.75), (8, 4.75, 11.25)])
 def test_in_rounds_what_is_sent_is_not_limited(ranks, forward, both):
     """In some rounds the first rank sends 2 or 3 times what it receives, packed."""
-    plan = butterfly(ranks, round_tokens=BLOCK * BLOCKS // ranks // 4, split="auto")
+    plan = butterfly(ranks, round_tokens=BLOCK * BLOCKS // ranks // 4)
     assert plan.num_rounds >= 4
     assert peak_in_shards(plan, 0) == pytest.approx((forward, both), abs=LSE)
 
