@@ -20,6 +20,7 @@ STRONG_SCALING = {
 MACHINE = "long-context-machine"
 AIMED = ("window", "butterfly")  # the masks of the aims
 EFFICIENCY, OVER_GATHER, MEMORY = 0.90, 1.3, 0.55
+LIMITED = "plan, limited memory"
 NVLINK = 450  # GB/s in each direction between two H200 of a host, as specified
 TEXT = """\
 [Context-parallel attention](design/context-parallel.md) on one and two GPUs of a host: head dim
@@ -54,7 +55,7 @@ def long_context(record: dict) -> str:
         parts.append(reasons(record["rows"], found[GROUPED]["rows"]))
     parts += [model(found), fitted(load(MACHINE, device))]
     for name, each in found.items():
-        parts += [f"**{WEAK_SCALING[name]}**", scaling(each["rows"])]
+        parts += [f"**{WEAK_SCALING[name]}**", scaling(each["rows"]), limited(each["rows"])]
         parts += [measured(each)] * (name != WEAK)  # the caller adds that of WEAK, the last
     title = f"Weak scaling on two GPUs, {record['environment']['device']}"
     parts.append(picture(record["stem"], title))
@@ -128,11 +129,8 @@ def aims(found: dict[str, dict]) -> str:
     for name, record in found.items():
         rows = record["rows"]
         for mask in (each for each in AIMED if each in patterns(rows)):
-            share, ratio, part = (
-                efficiency(rows, mask),
-                over(rows, mask, "all-gather"),
-                memory(rows, mask),
-            )
+            share, ratio = efficiency(rows, mask), over(rows, mask, "all-gather")
+            part = memory(rows, mask, LIMITED) or memory(rows, mask)
             reached = {
                 f"weak-scaling efficiency of at least {EFFICIENCY:.2f}": (
                     f"{share:.3f}",
@@ -152,10 +150,36 @@ def aims(found: dict[str, dict]) -> str:
     return table(["aim", "sizes", "mask", "measured", "reached"], lines)
 
 
-def memory(rows: Rows, pattern: str) -> float:
-    """The peak memory of a GPU of two over that of one GPU that has all tokens of both."""
-    one, two = (row_of(rows, pattern, "plan", n) for n in (1, 2))
-    return two["peak_bytes"] / (one["peak_bytes"] * two["seq_len"] / one["seq_len"])
+def memory(rows: Rows, pattern: str, way: str = "plan") -> float | None:
+    """The peak memory of a GPU of two over that of one GPU that has all tokens of both; None if
+    this implementation was not measured.
+    """
+    one, two = row_of(rows, pattern, "plan", 1), row_of(rows, pattern, way, 2)
+    return two and two["peak_bytes"] / (one["peak_bytes"] * two["seq_len"] / one["seq_len"])
+
+
+def limited(rows: Rows) -> str:
+    """A line for each mask with a plan that limits memory, beside the plan without a limit."""
+    lines = []
+    for name in patterns(rows):
+        if (few := row_of(rows, name, LIMITED, 2)) is None:
+            continue
+        one, two = (row_of(rows, name, "plan", n) for n in (1, 2))
+        lines.append(
+            [
+                *(name, f"{two['total_ms']:.1f}", f"{few['total_ms']:.1f}"),
+                *(f"{each['tflops'] / one['tflops']:.2f}" for each in (two, few)),
+                *(f"{each['peak_bytes'] / 1e6:,.0f}" for each in (two, few)),
+                *(f"{memory(rows, name, way):.2f}" for way in ("plan", LIMITED)),
+            ]
+        )
+    head = ["mask", "plan, ms", "limited, ms", "efficiency", "limited", "peak memory", "limited"]
+    head += ["over one GPU with the same sequence", "limited"]
+    text = (
+        "With limited memory (`round_tokens`) heads are exchanged in groups, and once more in the "
+        "backward pass:"
+    )
+    return "\n\n".join([text, table(head, lines)]) if lines else ""
 
 
 def yes(reached: bool) -> str:

@@ -1,5 +1,6 @@
 """The cases of scaling: masks, sizes and plans, with their predicted times."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,9 @@ from sparseflash.distributed.simulation import Attention, Demand, Machine, Predi
 BLOCK = 128
 TOP_K = "top-k"
 NARROW = 1024  # tokens of the second window: less to compute for each token that is gathered
+GROUPS = 8  # the most groups of heads that are exchanged one after another if memory is limited
+# Memory is limited only if a rank receives more than this share of the keys that it owns.
+RECEIVED = 1 / 8
 
 
 def patterns(window: int, seq_len: int) -> dict[str, Pattern]:
@@ -50,12 +54,14 @@ class Case:
         mask: The mask, or the support of top-k.
         ranks: Number of ranks.
         k: Number of blocks that each block row selects from the mask; None for all.
+        kv_heads: Number of key heads.
     """
 
     pattern: str
     mask: BlockMask
     ranks: int
     k: int | None
+    kv_heads: int = 1
 
     @property
     def seq_len(self) -> int:
@@ -78,13 +84,25 @@ class Case:
             Way.GATHER: make_plan(self.mask, self.ranks, "contiguous"),
             Way.PLAN: make_plan(self.mask, self.ranks, fetch_cost=cost),
         }
+        received = int(plans[Way.PLAN].costs.receive.max())
+        if received > RECEIVED * self.seq_len / self.ranks and self.k is None:
+            blocks = math.ceil(received / BLOCK / min(GROUPS, self.kv_heads))
+            limit = blocks * BLOCK
+            limited = make_plan(self.mask, self.ranks, fetch_cost=cost, round_tokens=limit)
+            if limited.split == "in place" and limited.fetches_again:
+                plans[Way.LIMITED] = limited
         if self.ranks > 1:
             plans[Way.RING] = ring_plan(self.mask, self.ranks)
         return plans
 
 
 def cases(
-    kind: Kind, tokens: int, ranks: Sequence[int], window: int, only: Sequence[str]
+    kind: Kind,
+    tokens: int,
+    ranks: Sequence[int],
+    window: int,
+    only: Sequence[str],
+    kv_heads: int = 1,
 ) -> Iterator[Case]:
     """Yields the cases; `tokens` of a rank (weak) or of the sequence (strong).
 
@@ -100,7 +118,8 @@ def cases(
             length = tokens * count if kind is Kind.WEAK else tokens
             if length not in made:
                 made[length] = patterns(window, length)[name](length, BLOCK)
-            yield Case(name, made[length], count, window // BLOCK if name == TOP_K else None)
+            k = window // BLOCK if name == TOP_K else None
+            yield Case(name, made[length], count, k, kv_heads)
 
 
 def measured_order(cases: Sequence[Case]) -> list[Case]:

@@ -12,9 +12,9 @@ class Kind(StrEnum):
 
 
 class Way(StrEnum):
-    """Implementations."""
+    """Implementations. Limited: a plan whose heads are exchanged in groups, with less memory."""
 
-    PLAN, GATHER, RING = "plan", "all-gather", "ring"
+    PLAN, LIMITED, GATHER, RING = "plan", "plan, limited memory", "all-gather", "ring"
 
 
 class Task(StrEnum):

@@ -35,6 +35,7 @@ MAX_RUNS = 10
 BEFORE = 8192
 EXCHANGED = {"cuda": (2**20, 2**24, 2**28, 2**30), "cpu": (2**16, 2**20)}  # bytes of a rank
 OWN = (Way.PLAN, 1)  # the reference of efficiency
+PLANNED = (Way.PLAN, Way.LIMITED)
 TIMEOUT = timedelta(minutes=5)
 USABLE = 0.95  # the part of the memory of a device that a run may need
 
@@ -308,10 +309,10 @@ def _row(
         exposed_forward_ms=forward_ms - silent[0],
         exposed_total_ms=total_ms - silent[1],
         tflops=3.5 * flops / case.ranks / (total_ms * 1e9),
-        receive_mb=max(report.receive_bytes) / 1e6 if way is Way.PLAN else gathered,
+        receive_mb=max(report.receive_bytes) / 1e6 if way in PLANNED else gathered,
         counted_mb=_over_ranks(setting, sum(received)) / 1e6,
         gathered_mb=gathered,
-        shared_rows=report.shared_rows if way is Way.PLAN else 0,
+        shared_rows=report.shared_rows if way in PLANNED else 0,
         imbalance=report.imbalance,
         peak_bytes=int(peak),
         difference=difference,

@@ -16,6 +16,8 @@ compared with those of the all-gather. On CPUs it uses gloo and small sizes.
   GPUs are busy for a while before, because a rested GPU has a higher clock. The host is ahead of
   the GPU at the start, as in a training step, so that the time before the first kernel is launched
   is not part of it.
+- If a rank receives many keys, a second plan exchanges them in groups of heads, which limits the
+  memory of a rank (`round_tokens`).
 - Exposed communication is the time minus the time of the same run without exchanges, both timed in
   turn. The single rank is timed after the others, when devices have been under load.
 - Weak efficiency compares the useful FLOP/s of a rank with those of a single rank, because with
@@ -91,7 +93,8 @@ def main(
     length = tokens or (TOKENS_A_RANK if kind is Kind.WEAK else TOKENS)
     with usage_errors():
         rates = Machine() if machine is None else Machine.load(machine)
-        found = list(cases(kind, length, counts, window, only.split(",") if only else ()))
+        chosen = only.split(",") if only else ()
+        found = list(cases(kind, length, counts, window, chosen, kv_heads))
     device = torch.device("cpu") if dry_run else measurement.start()
     dtype = torch.bfloat16 if dry_run or device.type == "cuda" else torch.float32
     sizes = Attention(heads, kv_heads, head_dim, dtype=dtype)

@@ -188,6 +188,16 @@ def test_what_does_not_fit_is_skipped():
     assert skipped[Way.RING].startswith("needs about 0 of 0 GB")
 
 
+def test_memory_is_limited_by_groups_of_key_heads_where_many_keys_are_received():
+    for kv_heads, groups in ((16, 8), (4, 4), (1, None)):
+        (case,) = cases(Kind.STRONG, 32768, [2], 1024, ["butterfly"], kv_heads)
+        plan = case.plans.get(Way.LIMITED)
+        assert (plan and plan.head_groups(kv_heads)) == groups
+    for name, count in (("window", 2), ("top-k", 2), ("butterfly", 1)):
+        (case,) = cases(Kind.STRONG, 32768, [count], 1024, [name], 16)
+        assert Way.LIMITED not in case.plans
+
+
 @pytest.mark.parametrize(("device", "runs"), [("cuda", 4), ("cpu", 0)])
 def test_a_gpu_is_busy_before_it_is_timed(device, runs):
     setting = measurement.Setting(Kind.WEAK, Attention(), None, 0, torch.device(device))
