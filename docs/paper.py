@@ -3,8 +3,9 @@
     python docs/paper.py
 
 A table is between `<!-- name -->` and `<!-- /name -->`. In place of a table without a record, the
-page names the command that makes one. Of the records of several GPUs the latest is shown. With
-`--check` nothing is written: the command prints whether the page is current.
+page names the command that makes one. Of the records of several GPUs the latest is shown, of
+training steps the record of each GPU. With `--check` nothing is written: the command prints
+whether the page is current.
 """
 
 import json
@@ -15,11 +16,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # as a script, and where docs is no package
 
-from records import NAMES, RESULTS, load, measured, picture  # noqa: E402
+from records import NAMES, RESULTS, load, load_each, measured, picture  # noqa: E402
 
 from experiments.language_model.results import contexts_of  # noqa: E402
 from experiments.markdown import in_percent, table, update, written  # noqa: E402
-from experiments.pretraining import with_baselines  # noqa: E402
+from experiments.pretraining import (  # noqa: E402
+    exact_pairs,
+    largest_difference,
+    with_baselines,
+)
 from experiments.record import Line, Measurement, crossing_length, is_ours, lines  # noqa: E402
 
 PAGE = ROOT / "docs/paper.md"
@@ -255,10 +260,13 @@ def published_landscape() -> str:
 
 
 def pretraining(name: str) -> str:
+    """Training steps of each model on each device, and how far exact attentions are apart."""
+    records = load_each(name)
+    return paragraphs([*map(training_steps, records), losses_apart(records)])
+
+
+def training_steps(record: dict) -> str:
     """Training steps of each model, compared with the first attention at the same size."""
-    record, stem = latest(name)
-    if record is None:
-        return ""
     lines = []
     for row, base in with_baselines(record["rows"]):
         line = [row["model"], f"{row['seq_len']:,}", f"`{row['attention']}`".replace("|", "\\|")]
@@ -278,9 +286,37 @@ def pretraining(name: str) -> str:
         )
     head = ["model", "tokens", "attention", "dropout", "padding", "tokens/s"]
     head += ["speed-up", "GiB", "loss", "loss difference"]
-    shown = picture(stem, "Throughput, and losses step by step")
+    title = f"**{record['rows'][0]['environment']['device']}**"
+    shown = picture(record["stem"], "Throughput, and losses step by step")
     sources = dict.fromkeys(map(measured, record["rows"]))  # a command measures one model
-    return paragraphs([table(head, lines), shown, *sources])
+    return paragraphs([title, table(head, lines), shown, *sources])
+
+
+FIRST_STEPS = (5, 10)  # after which the losses of exact attentions are compared
+
+
+def losses_apart(records: list[dict]) -> str:
+    """Differences of exact attentions without dropout, and at the same size with dropout."""
+    pairs = [pair for record in records for pair in exact_pairs(record["rows"])]
+    sizes = {size_of(one) for one, _ in pairs if not one["dropout"]}
+    pairs = [(one, two) for one, two in pairs if size_of(one) in sizes]
+    pairs.sort(key=lambda pair: pair[0]["dropout"])
+    lines = []
+    for one, two in pairs:
+        line = [one["environment"]["device"], one["model"], f"{one['seq_len']:,}"]
+        line += [f"{one['dropout']:g}", f"`{one['attention']}`, `{two['attention']}`"]
+        apart = [largest_difference(one, two, steps) for steps in (*FIRST_STEPS, None)]
+        line += [f"{loss:.5f}" for loss in apart]
+        lines.append([*line, f"{abs(one['loss'] - two['loss']):.4f}"])
+    head = ["device", "model", "tokens", "dropout", "attentions"]
+    head += [f"in steps 1 to {steps}" for steps in FIRST_STEPS]
+    head += ["in any step", "loss difference"]
+    title = "**Exact attentions: the largest difference of their losses in a step**"
+    return paragraphs([title, table(head, lines)]) if lines else ""
+
+
+def size_of(row: dict) -> tuple:
+    return row["model"], row["seq_len"], row["padding"]
 
 
 # Table 4

@@ -12,6 +12,7 @@ rounding and dropout.
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -322,19 +323,37 @@ def table_of(record: dict) -> "Table":
     return table
 
 
+# Fields of a row that all attentions of one comparison share.
+SIZES = ("model", "seq_len", "dropout", "padding", "step_tokens", "steps", "seed")
+
+
 def with_baselines(rows: Iterable[dict]) -> Iterator[tuple[dict, dict]]:
     """Each row of a record, with the first row of the same model and sizes."""
-    names = ("model", "seq_len", "dropout", "padding", "step_tokens", "steps", "seed")
     baselines: dict[tuple, dict] = {}
     for row in rows:
-        yield row, baselines.setdefault(tuple(row[name] for name in names), row)
+        yield row, baselines.setdefault(tuple(row[name] for name in SIZES), row)
+
+
+def exact_pairs(rows: Iterable[dict]) -> Iterator[tuple[dict, dict]]:
+    """Each two rows of a record whose attentions are exact, with the same model and sizes."""
+    exact = [row for row in rows if row["attention"] in DENSE and "reason" not in row]
+    for one, two in combinations(exact, 2):
+        if all(one[name] == two[name] for name in SIZES):
+            yield one, two
+
+
+def largest_difference(one: dict, two: dict, steps: int | None = None) -> float:
+    """The largest difference of the losses of two rows in their first steps, or in all."""
+    pairs = zip(one["losses"][:steps], two["losses"][:steps], strict=True)
+    return max(abs(a - b) for a, b in pairs)
 
 
 def draw(record: dict, picture: Path) -> Path:
-    """Draws the throughput and the losses of each attention, with a row of panels for each model.
+    """Draws the throughput and the losses of each attention.
 
-    Throughput is drawn against length. Losses are drawn against steps, at the greatest length of
-    the first attention of the model.
+    There is a row of panels for each model with each dropout and padding. Throughput is drawn
+    against length. Losses are drawn against steps, at the greatest length of the first attention
+    of the row.
 
     Args:
         record: The record.
@@ -346,29 +365,33 @@ def draw(record: dict, picture: Path) -> Path:
     from experiments.pictures import COLOURS, MARKERS, panels, save
 
     rows = [row for row in record["rows"] if "reason" not in row]
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    attentions = list(dict.fromkeys(row["attention"] for row in rows))
-    figure, axes = panels(len(models), 2, size=(11, 3.8 * len(models)), squeeze=False)
-    for (speed, loss), model in zip(axes, models, strict=True):
-        of_model = [row for row in rows if row["model"] == model]
-        first = of_model[0]["attention"]
-        longest = max(row["seq_len"] for row in of_model if row["attention"] == first)
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        padding = f", padding {row['padding']:g}" if row["padding"] else ""
+        groups.setdefault(f"{row['model']}, dropout {row['dropout']:g}{padding}", []).append(row)
+    attentions = list(dict.fromkeys(row["attention"] for row in record["rows"]))
+    figure, axes = panels(len(groups), 2, size=(11, 3.8 * len(groups)), squeeze=False)
+    lines = {}  # of the legend
+    for (speed, loss), (title, group) in zip(axes, groups.items(), strict=True):
+        first = group[0]["attention"]
+        longest = max(row["seq_len"] for row in group if row["attention"] == first)
         for number, attention in enumerate(attentions):
-            of_attention = [row for row in of_model if row["attention"] == attention]
-            style = {"color": COLOURS[number % len(COLOURS)], "label": attention}
+            of_attention = [row for row in group if row["attention"] == attention]
+            style = {"color": COLOURS[number % len(COLOURS)]}
             lengths = [row["seq_len"] for row in of_attention]
             speeds = [row["tokens_per_second"] for row in of_attention]
-            speed.plot(lengths, speeds, marker=MARKERS[number % len(MARKERS)], **style)
+            marker = MARKERS[number % len(MARKERS)]
+            (lines[attention],) = speed.plot(lengths, speeds, marker=marker, **style)
             for row in of_attention:
                 if row["seq_len"] == longest:
                     loss.plot(row["losses"], linewidth=0.8, **style)
         speed.set_xscale("log", base=2)
         speed.set(
-            xlabel="tokens of a sequence", ylabel="tokens a second", title=model, ylim=(0, None)
+            xlabel="tokens of a sequence", ylabel="tokens a second", title=title, ylim=(0, None)
         )
-        loss.set(xlabel="steps", ylabel="loss, nats", title=f"{model}, {longest:,} tokens")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=8)
+        loss.set(xlabel="steps", ylabel="loss, nats", title=f"{title}, {longest:,} tokens")
+    place = {"loc": "outside lower left", "ncols": 2, "frameon": False, "fontsize": 8}
+    figure.legend(list(lines.values()), list(lines), **place)
     return save(figure, picture)[0]
 
 

@@ -114,7 +114,8 @@ def test_tables_1_and_2(paper, tmp_path):
     ]
     write_json(tmp_path / "pretraining-nvidia-h200.json", {"rows": rows})
     shown = paper.TABLES["pretraining"]().replace("\\|", "or").splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown[2:5]]
+    assert shown[0] == "**a device**"
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown[4:7]]
     assert cells[0][5:] == ["1,000", "1.00", "2.0", "5.0000", "+0.0000"]
     expected = ["`local(8) or butterfly()`", "0.1", "0", "2,500", "2.50", "2.0", "4.9000"]
     assert cells[1][2:] == [*expected, "-0.1000"]
@@ -123,6 +124,37 @@ def test_tables_1_and_2(paper, tmp_path):
     assert [line.split("`")[1] for line in sources] == [
         "python -m x gpt2",
         "python -m x bert-large",
+    ]
+
+
+def test_training_steps_of_each_device_and_differences_of_exact_attentions(paper, tmp_path):
+    measured = {"tokens_per_second": 1.0, "peak_bytes": 2**30, "loss": 5.0}
+
+    def write(machine, device, dropout, losses):
+        rows = [
+            asdict(Case("gpt2", attention, 1024, dropout=dropout))
+            | measured
+            | {"losses": [5.0] * 8 + [5.0 + last, 5.0], "environment": FACTS | {"device": device}}
+            for attention, last in losses.items()
+        ]
+        write_json(tmp_path / f"pretraining-{machine}.json", {"rows": rows})
+
+    write("nvidia-h200", "NVIDIA H200", 0.1, {"sdpa": 0.0, "ours": 0.5})
+    shown = paper.TABLES["pretraining"]()
+    assert "**Exact attentions" not in shown  # none is without dropout
+    found = {"eager": 0.0, "sdpa": 0.25, "ours": 0.125, "local(8)": 0.75}
+    write("nvidia-h100-80gb-hbm3", "NVIDIA H100", 0.0, found)
+    shown = paper.TABLES["pretraining"]()
+    first, second, third = map(
+        shown.index, ("**NVIDIA H200**", "**NVIDIA H100**", "**Exact attentions")
+    )
+    assert first < shown.index("*NVIDIA H200, torch") < second < shown.index("*NVIDIA H100, torch")
+    cells = [line.split(" | ")[3:7] for line in shown[third:].splitlines()[4:]]
+    assert cells == [
+        ["0", "`eager`, `sdpa`", "0.00000", "0.25000"],
+        ["0", "`eager`, `ours`", "0.00000", "0.12500"],
+        ["0", "`sdpa`, `ours`", "0.00000", "0.12500"],
+        ["0.1", "`sdpa`, `ours`", "0.00000", "0.50000"],
     ]
 
 

@@ -1,12 +1,12 @@
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from experiments import pretraining
+from experiments import pictures, pretraining
 from experiments.cli import SHIPPED
 from experiments.language_model.books import SPLITS, Books, build
 from experiments.pretraining import IGNORED, Case, app, batches, draw, measure_all, table_of, train
@@ -90,6 +90,43 @@ def test_a_record_goes_on_and_has_a_table_and_a_picture(tmp_path, monkeypatch):
     assert columns[6] == ["1.00", ""]
     assert columns[5][1] == "out of memory"
     assert draw(record, tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_has_a_row_of_panels_for_each_dropout_and_padding(tmp_path, monkeypatch):
+    drawn = []
+
+    def save(figure, picture):
+        drawn.append([axis.get_title() for axis in figure.axes])
+        return (picture, picture)
+
+    monkeypatch.setattr(pictures, "save", save)
+    figures = {"tokens_per_second": 1.0, "losses": [1.0, 2.0]}
+    cases = [replace(CASE, dropout=p, padding=q) for p, q in ((0.1, 0), (0.0, 0), (0.1, 0.3))]
+    lost = asdict(CASE) | {"reason": "out of memory"}
+    draw({"rows": [lost, *(asdict(case) | figures for case in cases)]}, tmp_path / "a.png")
+    names = (
+        "gpt2-tiny, dropout 0.1",
+        "gpt2-tiny, dropout 0",
+        "gpt2-tiny, dropout 0.1, padding 0.3",
+    )
+    assert drawn == [[title for name in names for title in (name, f"{name}, 64 tokens")]]
+
+
+def test_exact_attentions_of_one_size_are_compared_in_pairs():
+    rows = [
+        asdict(replace(CASE, attention=attention, dropout=p)) | {"losses": losses}
+        for attention, p, losses in (
+            ("eager", 0.0, [3.0, 2.0, 1.0]),
+            ("sdpa", 0.0, [3.0, 2.5, 2.0]),
+            (SPARSE, 0.0, [3.0, 2.0, 1.0]),
+            ("ours", 0.1, [3.0, 2.0, 1.0]),
+        )
+    ]
+    rows.append(asdict(replace(CASE, attention="ours")) | {"reason": "out of memory"})
+    (pair,) = pretraining.exact_pairs(rows)
+    assert pair == (rows[0], rows[1])
+    found = [pretraining.largest_difference(*pair, steps) for steps in (1, 2, None)]
+    assert found == [0.0, 0.5, 1.0]
 
 
 def test_commands(tmp_path):

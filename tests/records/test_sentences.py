@@ -9,8 +9,10 @@ import pytest
 
 from experiments.cli import SHIPPED
 from experiments.lra import page
+from experiments.pretraining import exact_pairs, largest_difference
 
 pytestmark = pytest.mark.records
+H100 = "nvidia-h100-80gb-hbm3"
 PAPER = Path(__file__).parents[2] / "docs/paper.md"
 
 
@@ -28,33 +30,65 @@ def between(values: Iterable[float], digits: int) -> str:
 
 
 def test_training_steps_of_standard_models():
-    rows = [row for row in read("pretraining")["rows"] if "reason" not in row]
-    of = {(row["model"], row["seq_len"], row["attention"]): row for row in rows}
+    every = [read("pretraining", device)["rows"] for device in ("nvidia-h200", H100)]
+    rows = [row for rows in every for row in rows if "reason" not in row]
+    of = {
+        (row["model"], row["seq_len"], row["dropout"], row["attention"]): row
+        for row in reversed(rows)  # of the first device that has it
+    }
     pattern = next(name for *_, name in of if "local" in name)
 
-    def gain(model: str, length: int, attention: str) -> float:
+    def gain(model: str, length: int, attention: str, dropout: float = 0.1) -> float:
         """Percent by which it is faster than SDPA."""
-        mine, sdpa = (of[model, length, each] for each in (attention, "sdpa"))
+        mine, sdpa = (of[model, length, dropout, each] for each in (attention, "sdpa"))
         return 100 * (mine["tokens_per_second"] / sdpa["tokens_per_second"] - 1)
 
-    def apart(model: str) -> float:
-        """The largest difference of two losses at the same size."""
+    def apart(model: str, dropout: float = 0.1) -> float:
+        """The largest difference of two losses at the same size on one device."""
         losses: dict[tuple, list[float]] = {}
-        for (name, length, _), row in of.items():
-            losses.setdefault((name, length), []).append(row["loss"])
-        return max(max(v) - min(v) for (name, _), v in losses.items() if name.startswith(model))
+        for row in rows:
+            if row["model"].startswith(model) and row["dropout"] == dropout:
+                size = (row["model"], row["seq_len"], row["environment"]["device"])
+                losses.setdefault(size, []).append(row["loss"])
+        return max(max(v) - min(v) for v in losses.values())
 
     text = words(PAPER)
-    full = [gain(m, n, "ours") for m, n, a in of if a == "ours" and m.startswith("gpt2")]
+    full = [gain(m, n, a, p) for m, n, p, a in of if a == "ours" and m.startswith("gpt2")]
+    assert {n for m, n, _, a in of if a == "ours" and m == "gpt2"} == {512, 1024, 2048, 4096}
     assert f"sparseflash is {between(full, 0)} % faster than SDPA on GPT-2" in text
-    slower, faster = -gain("bert-large", 512, "ours"), gain("bert-large", 2048, "ours")
-    told = f"{slower:.0f} % slower at 512 tokens and {faster:.0f} % faster at 2,048"
+    short, middle, long = (gain("bert-large", n, "ours") for n in (512, 1024, 2048))
+    told = f"{-short:.0f} % slower at 512 tokens, {middle:.0f} % faster at 1,024 and {long:.0f} %"
     assert told in text
-    long = [gain("gpt2-medium", 4096, pattern), gain("bert-large", 2048, pattern)]
-    assert f"The pattern is {int(min(long))} to {max(long):.0f} % faster than SDPA" in text
+    models = (("gpt2", 4096), ("gpt2-medium", 4096), ("bert-large", 1024), ("bert-large", 2048))
+    gains = [gain(*model, pattern) for model in models]
+    assert f"The pattern is {between(gains, 0)} % faster than SDPA" in text
     assert apart("bert") < 0.002
     assert "losses of BERT-large differ by less than 0.002" in text
-    assert f"GPT-2 differ by up to {apart('gpt2'):.2f} between two attentions" in text
+    assert f"differences of GPT-2 at the end, up to {apart('gpt2'):.2f}," in text
+    assert apart("gpt2", 0.0) < apart("gpt2")
+
+
+def test_exact_attentions_without_dropout_agree_until_training_amplifies_rounding():
+    rows = read("pretraining", H100)["rows"] + read("pretraining")["rows"]
+    of = {0.0: [], 0.1: []}
+    for one, two in exact_pairs(rows):
+        if (one["model"], one["seq_len"]) == ("gpt2", 1024):
+            of[one["dropout"]].append((one, two))
+    exact, dropped = of.values()
+    text = words(PAPER)
+    assert len(exact) == len(dropped) == 3
+    first = max(largest_difference(*pair, 5) for pair in exact)
+    (ours,) = (pair for pair in exact if {row["attention"] for row in pair} == {"sdpa", "ours"})
+    assert max(first, largest_difference(*ours, 10)) < 1e-4
+    assert "agree to 0.0001 in the first five steps, those of SDPA and sparseflash in" in text
+    others = [pair for pair in exact if pair is not ours]
+    assert min(largest_difference(*pair, 10) for pair in others) > 1e-3
+    most = max(largest_difference(*pair) for pair in exact)
+    assert f"within 100 steps these losses are up to {most:.2f} apart in a step" in text
+    with_dropout = [largest_difference(*pair, 5) for pair in dropped]
+    assert f"losses are {between(with_dropout, 3)} apart within five steps" in text
+    most = max(largest_difference(*pair) for pair in dropped)
+    assert f"the loss of SDPA rises and falls again, they are {most:.1f} apart" in text
 
 
 def test_authors_of_passages():
