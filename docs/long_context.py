@@ -20,14 +20,14 @@ STRONG_SCALING = {
 MACHINE = "long-context-machine"
 AIMED = ("window", "butterfly")  # the masks of the aims
 EFFICIENCY, OVER_GATHER, MEMORY = 0.90, 1.3, 0.55
-LIMITED = "plan, limited memory"
+LIMITED = "plan with limited memory"
 NVLINK = 450  # GB/s in each direction between two H200 of a host, as specified
 TEXT = """\
 [Context-parallel attention](design/context-parallel.md) on one and two GPUs of a host: head dim
 128, batch 1, bfloat16, blocks of 128. *window* has 4,096 keys for a query, *local+global* a
-window and 128 global tokens; *documents* have a mean of 8,192 tokens, and *top-k* selects 4,096
-keys for a query. The all-gather and the ring use the same kernels. Other programs used other GPUs
-of the host.
+window and 128 global tokens; *documents* have a mean of 8,192 tokens, *random* has 8,192 keys for
+a query on average (*random 1/16* one of 16 blocks), and *top-k* selects 4,096 keys for a query. The
+all-gather and the ring use the same kernels. Other programs used other GPUs of the host.
 
 - **Efficiency** is the useful FLOP/s of a GPU over that of one GPU with the same plan.
 - **Over all-gather** is the time of the all-gather over that of the plan. *At most* is this ratio
@@ -42,8 +42,12 @@ of the host.
 
 STRONG_TEXT = """\
 One sequence on one and on two GPUs, with the columns of weak scaling. A run ends after a given
-time, so that long sequences have only some of the masks. In these runs the GPU was idle when the
-first kernel was launched, so each time has up to 0.3 ms of Python in it."""
+time, so that long sequences may have only some of the masks or of the implementations."""
+
+# Of records that an earlier instrument wrote.
+FROM_IDLE = """\
+In these runs the GPU was idle when the first kernel was launched, so each time has up to 0.3 ms of
+Python in it."""
 
 
 def long_context(record: dict) -> str:
@@ -68,9 +72,10 @@ def strong(record: dict) -> str:
     for name, title in STRONG_SCALING.items():
         each = load(name, device)
         if each is not None:
-            parts += [f"**{title}**", scaling(each["rows"])]
+            parts += [f"**{title}**", scaling(each["rows"]), limited(each["rows"])]
+            parts += [FROM_IDLE] * ("exchanges" not in each)
             parts += [measured(each)] * (name != STRONG)  # the caller adds that of STRONG
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def row_of(rows: Rows, pattern: str, way: str, ranks: int) -> dict | None:
@@ -188,13 +193,14 @@ def yes(reached: bool) -> str:
 
 def reasons(rows: Rows, grouped: Rows) -> str:
     """What holds and what does not, with the figures of the records of weak scaling."""
+    random = next(name for name in patterns(rows) if name.startswith("random"))
     alone, plan, window, drawn, chosen = (
         row_of(rows, *each)
         for each in (
             ("butterfly", "plan", 1),
             ("butterfly", "plan", 2),
             ("window", "plan", 2),
-            ("random 1/16", "plan", 2),
+            (random, "plan", 2),
             ("top-k", "plan", 2),
         )
     )
@@ -221,11 +227,12 @@ def reasons(rows: Rows, grouped: Rows) -> str:
         f"are exposed. The efficiency is {efficiency(rows, 'butterfly'):.2f} with 16 key heads, "
         f"and {efficiency(grouped, 'butterfly'):.2f} with 4, where a quarter as much is packed, "
         "sent and added.",
-        f"**Masks that need nearly all keys.** *random 1/16* and *top-k* receive "
+        f"**Masks that need nearly all keys.** *{random}* and *top-k* receive "
         f"{drawn['counted_mb']:,.0f} MB, as an all-gather does, so a plan can only hide the "
         f"exchange: {drawn['exposed_total_ms']:.1f} and {chosen['exposed_total_ms']:.1f} ms are "
-        f"exposed, and the efficiencies are {efficiency(rows, 'random 1/16'):.2f} and "
-        f"{efficiency(rows, 'top-k'):.2f}. The ring is as fast.",
+        f"exposed, and the efficiencies are {efficiency(rows, random):.2f} and "
+        f"{efficiency(rows, 'top-k'):.2f}. The ring takes {over(rows, random, 'ring'):.2f} and "
+        f"{over(rows, 'top-k', 'ring'):.2f} times as long.",
         f"**Memory.** A GPU of two needs {own:,.0f} MB for the window, and {fetched:,.0f} for the "
         f"butterfly: also keys, values and gradients that are sent and received. One GPU with "
         f"half of the sequence needs {alone['peak_bytes'] / 1e6:,.0f}.",
@@ -262,7 +269,7 @@ def model(found: dict[str, dict]) -> str:
         f"*Predicted* was written before the measurement, with {rates['tflops']:.0f} TFLOP/s "
         f"forward, {rates['backward_tflops'] or rates['tflops']:.0f} "
         f"backward, {rates['call_us'] / 1e3:.1f} ms for a pass, {rates['bandwidth']:.0f} GB/s "
-        f"for an exchange and {rates['memory']:,.0f} GB/s for copies, which were measured on H100."
+        f"for an exchange and {rates['memory']:,.0f} GB/s for copies, from earlier records."
     )
     return "\n\n".join(["**The time model on two GPUs**", text, table(head, lines)])
 

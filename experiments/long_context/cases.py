@@ -32,7 +32,7 @@ def patterns(window: int, seq_len: int) -> dict[str, Pattern]:
         "butterfly": masks.butterfly(),
         "local+global": local_global,
         "documents": masks.documents(document_lengths(2 * window, seq_len)),
-        "random 1/16": masks.random(1 / 16, seed=0),
+        "random": masks.random(min(2 * window / seq_len, 1.0), seed=0),
         TOP_K: masks.full(),
     }
 

@@ -14,7 +14,7 @@ class Kind(StrEnum):
 class Way(StrEnum):
     """Implementations. Limited: a plan whose heads are exchanged in groups, with less memory."""
 
-    PLAN, LIMITED, GATHER, RING = "plan", "plan, limited memory", "all-gather", "ring"
+    PLAN, LIMITED, GATHER, RING = "plan", "plan with limited memory", "all-gather", "ring"
 
 
 class Task(StrEnum):

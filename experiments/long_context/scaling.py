@@ -36,11 +36,12 @@ from typing import Annotated, cast
 
 import typer
 
-from experiments.cli import RESULTS, Output, usage_errors
+from experiments.cli import RESULTS, Output, check_known, usage_errors
 from experiments.instruments import Log, command
-from experiments.long_context.choices import Kind
+from experiments.long_context.choices import Kind, Way
 
 TOKENS_A_RANK, TOKENS, HEADS = 2**17, 2**20, 16
+WAYS = tuple(Way)
 
 
 def main(
@@ -54,6 +55,10 @@ def main(
     head_dim: Annotated[int, typer.Option(min=8, max=256)] = 128,
     window: Annotated[int, typer.Option(min=1, help="Tokens of a window, and of top-k.")] = 4096,
     only: Annotated[str, typer.Option(help="Patterns, separated by commas. Default: all.")] = "",
+    implementations: Annotated[
+        str,
+        typer.Option(help=f"Of {', '.join(WAYS)}; separated by commas. Default: all."),
+    ] = "",
     machine: Annotated[
         Path | None,
         typer.Option(exists=True, help="Rates for predictions, from the command calibrate."),
@@ -94,6 +99,8 @@ def main(
     with usage_errors():
         rates = Machine() if machine is None else Machine.load(machine)
         chosen = only.split(",") if only else ()
+        ways = implementations.split(",") if implementations else WAYS
+        check_known("implementation", ways, WAYS)
         found = list(cases(kind, length, counts, window, chosen, kv_heads))
     device = torch.device("cpu") if dry_run else measurement.start()
     dtype = torch.bfloat16 if dry_run or device.type == "cuda" else torch.float32
@@ -129,7 +136,7 @@ def main(
             if rank < case.ranks:
                 group = groups[case.ranks] if case.ranks > 1 else None
                 setting = measurement.Setting(kind, sizes, group, rank, device)
-                rows, skipped = measurement.measure(setting, case)
+                rows, skipped = measurement.measure(setting, case, [Way(way) for way in ways])
             if log is not None:
                 problem = f"{case.pattern}, {case.ranks} ranks"
                 log.add(problem, rows, skipped, complete=False)

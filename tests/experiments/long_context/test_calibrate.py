@@ -17,7 +17,7 @@ KNOWN = Machine(1.5, 5.0, 300.0, 1.0, 40.0, 5.0)
 
 @pytest.fixture(scope="module")
 def said():
-    made = cases(Kind.WEAK, 4096, [1, 2, 4], 1024, ["window", "butterfly", "random 1/16"])
+    made = cases(Kind.WEAK, 4096, [1, 2, 4], 1024, ["window", "butterfly", "random"])
     return [predicted(case, Machine(), Attention(4, 4, 64)) for case in made]
 
 
