@@ -147,14 +147,19 @@ def find(rows: Rows, pattern: str, direction: str, name: str) -> dict | None:
 
 
 def measured(record: dict) -> str:
-    """The device, versions, commit, date and command of a record, without WRITES."""
+    """The device, versions, commit, date and command of a record, without WRITES, and its note.
+
+    A note is a sentence that was added to the environment of a record, about what its fields do
+    not say, such as other programs on the host.
+    """
     found = record["environment"]
     versions = found["versions"]
     commit = (found["git"]["commit"] or "unknown")[:7] + " with local changes" * bool(
         found["git"]["dirty"]
     )
     partial = "" if record.get("complete", True) else INTERRUPTED
+    note = f" {found['note']}" if "note" in found else ""
     return (
         f"*{found['device']}, torch {versions['torch']}, triton {versions['triton']}, commit "
-        f"{commit}, {found['date'][:10]}: `{WRITES.sub('', found['command'])}`*{partial}"
+        f"{commit}, {found['date'][:10]}: `{WRITES.sub('', found['command'])}`*{note}{partial}"
     )

@@ -207,7 +207,15 @@ def test_the_line_below_a_table_has_the_command_without_where_it_writes(performa
     }
     found |= {"versions": {"torch": "2", "triton": "3"}}
     found["command"] = "python -m x weak --output /tmp/out --overwrite --kv-heads 4"
-    assert "`python -m x weak --kv-heads 4`" in performance.measured({"environment": found})
+    shown = performance.measured({"environment": found})
+    assert shown.endswith("`python -m x weak --kv-heads 4`*")
+
+
+def test_the_line_below_a_table_has_the_note_of_the_record(performance):
+    found = {"device": H100, "date": "2026-01-01", "git": {"commit": "a", "dirty": False}}
+    found |= {"versions": {"torch": "2", "triton": "3"}, "command": "x", "note": "A busy host."}
+    shown = performance.measured({"environment": found, "complete": False})
+    assert "2026-01-01: `x`* A busy host.\n\nThis measurement was interrupted" in shown
 
 
 def test_gaps_name_the_parts_above_their_noise_and_what_to_change(performance, tmp_path):
