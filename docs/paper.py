@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import fmean
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # as a script, and where docs is no package
@@ -19,6 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # as a script, and where docs is
 from records import NAMES, RESULTS, load, load_each, measured, picture  # noqa: E402
 
 from experiments.language_model.results import contexts_of  # noqa: E402
+from experiments.long_documents.results import by_device, span  # noqa: E402
 from experiments.markdown import in_percent, table, update, written  # noqa: E402
 from experiments.pretraining import (  # noqa: E402
     exact_pairs,
@@ -172,7 +174,7 @@ def landscape(name: str) -> str:
     parts += [f"**{title}: peak MiB without the inputs**", table(head, memory)]
     parts += [f"**{title}: crossings**", crossings(found, published)]
     parts += [picture(f"{stem}-landscape", f"{title}: time and memory over lengths")]
-    return paragraphs([*parts, measured(record), record["environment"].get("note", "")])
+    return paragraphs([*parts, measured(record)])
 
 
 def row_of(row: dict) -> Measurement:
@@ -441,35 +443,93 @@ def patterns(runs: dict[str, dict], dense: dict[int, dict]) -> str:
 # Table 5
 
 
-AUTHORS = {kind: f"long-documents-authors-{kind}" for kind in ("words", "bytes")}
+AUTHORS = {  # records of encoders, and the tokens that they read
+    "long-documents-authors-words": "words",
+    "long-documents-authors-words-long": "words",
+    "long-documents-authors-bytes": "bytes",
+}
 
 
 def authors() -> str:
-    """Accuracy of encoders of words and of bytes, and of linear models of their counts."""
+    """Accuracy of encoders at each length, and of linear models of counts on the same passages."""
     floors = json.loads((RESULTS / "long-documents-floors.json").read_text())["floors"]
-    paths = {kind: path for kind, name in AUTHORS.items() if (path := newest(name))}
-    found = {k: json.loads(path.read_text()) for k, path in paths.items()}
-    lines = []
-    for length, floor in floors.items():
-        lines.append([f"{int(length):,}"])
-        for kind in AUTHORS:
-            group = found[kind]["lengths"].get(length) if kind in found else None
-            lines[-1] += [accuracy(group), str(len(group["runs"]) if group else 0)]
-            lines[-1].append(f"{100 * floor[kind]['accuracy']:.1f}")
-    head = ["bytes of a passage", "encoder of words", "runs", "floor: word counts"]
-    parts = [table([*head, "encoder of bytes", "runs", "floor: byte counts"], lines)]
+    paths = {name: path for name in AUTHORS if (path := newest(name))}
+    found = {name: json.loads(path.read_text()) for name, path in paths.items()}
+    groups = [
+        (length, kind, group)
+        for name, record in found.items()
+        for kind in [AUTHORS[name]]
+        for length, group in record["lengths"].items()
+    ]
+    trained = {length for length, *_ in groups}
+    groups += [(length, "", None) for length in floors if length not in trained]
+    lines = [
+        [
+            f"{int(length):,}",
+            *(training_of(kind, group) if group else [NOTHING] * 5),
+            accuracy(group),
+            *(f"{100 * floors[length][kind]['accuracy']:.1f}" for kind in ("words", "bytes")),
+        ]
+        for length, kind, group in sorted(groups, key=lambda each: int(each[0]))
+    ]
+    head = ["bytes of a passage", "encoder of", "runs", "steps", "passages read"]
+    head += ["validation, %", "test, %", "floor: word counts", "floor: byte counts"]
+    parts = [table(head, lines)]
+    several = {name: record for name, record in found.items() if len(record["lengths"]) > 1}
+    parts += [over_lengths(record, AUTHORS[name]) for name, record in several.items()]
     parts += [
-        picture(path.stem, f"Accuracy of the encoder of {k} against the length of a passage")
-        for k, path in paths.items()
+        picture(paths[name].stem, "Accuracy against the length of a passage") for name in several
     ]
-    source = "Test accuracy in %. Floors: record `experiments/results/long-documents-floors.json`."
-    told = [
-        f"Encoder of {k}: {measured(next(iter(record['lengths'].values()))['runs'][0])}"
-        for k, record in found.items()
+    parts.append("Floors: record `experiments/results/long-documents-floors.json`.")
+    for name, record in found.items():
+        for _, own in by_device(record["lengths"]):
+            run = record["lengths"][own[0]]["runs"][0]
+            parts.append(f"Encoders of {AUTHORS[name]}, {span(own)}: {measured(run)}")
+    return paragraphs([*parts, "" if found else "No encoder has been trained yet."])
+
+
+def training_of(kind: str, group: dict) -> list[str]:
+    """What encoders of one length read, and their best accuracy on validation passages."""
+    runs = group["runs"]
+    best = [max(accuracy for _, accuracy, *_ in run["curve"]) for run in runs]
+    return [
+        kind,
+        str(len(runs)),
+        interval(run["steps"] for run in runs),
+        interval(run["steps"] * run["batch_size"] for run in runs),
+        f"{100 * fmean(best):.1f}",
     ]
-    return paragraphs(
-        [*parts, " ".join([source, *(told or ["No encoder has been trained yet."])])]
-    )
+
+
+def over_lengths(record: dict, kind: str) -> str:
+    """How accuracy changes with length, beside the floor of counts, and at the end of training."""
+    groups = record["lengths"]
+    shares = {length: 100 * group["accuracy"] for length, group in groups.items()}
+    first, *_, last = groups
+    best = max(shares, key=lambda length: shares[length])
+    text = f"Encoders of {kind}: test accuracy is {shares[first]:.1f} % at {span([first])}, "
+    text += f"{shares[best]:.1f} % at {span([best])}"
+    text += "" if best == last else f" and {shares[last]:.1f} % at {span([last])}"
+    floors = {length: floor.get(kind) for length, floor in record["floors"].items()}
+    over = {n: shares[n] - 100 * floor["accuracy"] for n, floor in floors.items() if floor}
+    above = [f"{int(length):,}" for length, points in over.items() if points > 0]
+    lowest = min(over, key=lambda length: over[length])
+    text += f". It is above the floor of {kind[:-1]} counts at {', '.join(above) or 'no'} bytes"
+    if over[lowest] < 0:
+        text += f" and below it by up to {-over[lowest]:.1f} points, at {span([lowest])}"
+    rises = {
+        length: fmean(100 * (r["curve"][-1][1] - r["curve"][-2][1]) for r in group["runs"])
+        for length, group in groups.items()
+    }
+    most = max(rises, key=lambda length: rises[length])
+    change = f"by {rises[most]:.1f} points, at {span([most])}"
+    return f"{text}. Between the last two validations their accuracy rose most, {change}."
+
+
+def interval(values: Iterable[int]) -> str:
+    """The least and the greatest of some numbers, or the number that all are."""
+    found = list(values)
+    return " to ".join(f"{n:,}" for n in dict.fromkeys((min(found), max(found))))
 
 
 def accuracy(group: dict | None) -> str:
@@ -522,7 +582,7 @@ def overview() -> str:
         ("Tables 1, 2", "training BERT-large and GPT-2", "below", ("pretraining",)),
         ("Tables 3, 6", "Long Range Arena, Path-X", ARENA, ("lra-arena", "lra-path-x-labels")),
         ("Table 4", "language models with longer contexts", "below", LANGUAGE_MODELS),
-        ("Table 5", "classification of long documents", "below", (*AUTHORS.values(), *TUNED)),
+        ("Table 5", "classification of long documents", "below", (*AUTHORS, *TUNED)),
     ):
         found = "yes" if any(map(newest, records)) else "not yet"
         rows.append([name, asks, page, found])

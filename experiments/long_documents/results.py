@@ -1,6 +1,7 @@
 """Collects trained runs of all lengths in one record, with its picture and its table."""
 
 import json
+from itertools import groupby
 from pathlib import Path
 
 from rich.table import Table
@@ -17,6 +18,9 @@ FLOORS = ("data", "floors")  # keys of their record
 def gather(name: str, runs: Path, floors: Path, output: Path) -> tuple[dict, tuple[Path, Path]]:
     """Writes long-documents-NAME-DEVICE.json and a picture of it.
 
+    Runs of different lengths may be of different devices: the record has the device of each
+    length, and its own device is all of them, which the name of the file has, too.
+
     Args:
         name: Name of the record.
         runs: A folder with a folder for each length, which contains a folder for each seed.
@@ -27,27 +31,38 @@ def gather(name: str, runs: Path, floors: Path, output: Path) -> tuple[dict, tup
         The record, and the paths.
 
     Raises:
-        ValueError: A file is of another command, no length has a result, or the runs differ in
-            data or device.
+        ValueError: A file is of another command, no length has a result, the runs differ in
+            data, or runs of one length differ in device.
     """
     known = read_object(floors, "a record of `experiments.long_documents floors`", FLOORS)
     folders = [folder for folder in runs.glob("[0-9]*") if folder.name.isdecimal()]
     if not folders:
         raise ValueError(f"{runs} must have a folder for each length, such as 4096; it has none")
-    lengths, devices = {}, []
+    lengths = {}
     for folder in sorted(folders, key=lambda folder: int(folder.name)):
         books = read_object(folder / DATA, "written by `experiments.long_documents train`", ())
         if books != known["data"]:
             raise ValueError(f"{folder} was trained on other books than {floors} is of")
         results = ended(folder)
-        devices += [run["environment"]["device"] for run in results]
-        lengths[folder.name] = summary_of(results) | {"runs": results}
-    device = shared("device", devices)
+        device = shared(f"device in {folder}", (r["environment"]["device"] for r in results))
+        lengths[folder.name] = {"device": device} | summary_of(results) | {"runs": results}
+    device = ", ".join(dict.fromkeys(group["device"] for group in lengths.values()))
     facts = {"name": name, "device": device, "data": known["data"], "lengths": lengths}
     facts["floors"] = {length: known["floors"].get(length, {}) for length in lengths}
     path = record_path(output, f"long-documents-{name}", device)
     write_json(path, facts)
     return facts, (path, draw(path))
+
+
+def by_device(lengths: dict[str, dict]) -> list[tuple[str, list[str]]]:
+    """Each device with the lengths that it trained, which follow one another in the record."""
+    pairs = groupby(lengths, key=lambda length: lengths[length]["device"])
+    return [(device, list(own)) for device, own in pairs]
+
+
+def span(lengths: list[str]) -> str:
+    """The first and the last of some lengths: "512 to 4,096 bytes"."""
+    return " to ".join(f"{int(n):,}" for n in dict.fromkeys((lengths[0], lengths[-1]))) + " bytes"
 
 
 def draw(record: Path) -> Path:
@@ -69,7 +84,9 @@ def draw(record: Path) -> Path:
         style = {"color": colour, "markersize": 3, "label": f"{name[:-1]} counts"}
         ax.plot(list(floor), list(floor.values()), ":s", **style)
     ax.set_xscale("log", base=2)
-    ax.set(xlabel="bytes of a passage", ylabel="test accuracy, %", title=facts["device"])
+    found = by_device(facts["lengths"])
+    title = "\n".join(f"{device}, {span(own)}" for device, own in found)
+    ax.set(xlabel="bytes of a passage", ylabel="test accuracy, %", title=title)
     ax.legend(frameon=False)
     return save(figure, record)[0]
 

@@ -3,15 +3,16 @@ import json
 import pytest
 
 from experiments.files import write_json
-from experiments.long_documents.results import gather, table_of
+from experiments.long_documents.results import by_device, gather, table_of
 
 
-def write_runs(root, data="a"):
+def write_runs(root, data="a", device="NVIDIA X"):
     for length, accuracy in ((512, 0.4), (65_536, 0.8)):
         write_json(root / f"{length}" / "data.json", {"train": data})
         for seed in (0, 1):
             run = {"task": f"authors-{length}", "seed": seed, "stuck": False}
-            run |= {"test/accuracy": accuracy + 0.1 * seed, "environment": {"device": "NVIDIA X"}}
+            run |= {"test/accuracy": accuracy + 0.1 * seed, "environment": {"device": device}}
+            run |= {"steps": 10 + seed, "batch_size": 4, "curve": [[5, 0.7, 1.0], [10, 0.9, 1.0]]}
             write_json(root / f"{length}" / f"seed{seed}" / "result.json", run)
 
 
@@ -37,6 +38,26 @@ def test_a_record_holds_lengths_seeds_floors_and_a_picture(tmp_path):
     assert columns[0] == ["512", "65,536"]
     assert columns[1][1].startswith("85.00 ± 7.07 %, 2 runs")
     assert columns[2:] == [["30.0 %", ""], ["10.0 %", ""]]
+
+
+def test_lengths_may_be_of_several_devices_and_the_record_says_of_which(tmp_path):
+    write_floors(tmp_path / "floors.json")
+    write_runs(tmp_path / "runs")
+    write_runs(tmp_path / "more", device="NVIDIA Y")
+    for length, other in ((1024, 512), (131_072, 65_536)):
+        (tmp_path / f"more/{other}").rename(tmp_path / f"runs/{length}")
+    given = ("authors", tmp_path / "runs", tmp_path / "floors.json", tmp_path)
+    facts, (path, _) = gather(*given)
+    assert facts["device"] == "NVIDIA X, NVIDIA Y"
+    assert path.name == "long-documents-authors-nvidia-x-nvidia-y.json"
+    devices = [("NVIDIA X", ["512"]), ("NVIDIA Y", ["1024"]), ("NVIDIA X", ["65536"])]
+    found = by_device(facts["lengths"])
+    assert found == [*devices, ("NVIDIA Y", ["131072"])]
+    # A mean of runs on two devices would be of neither.
+    moved = tmp_path / "runs/512/seed0/result.json"
+    write_json(moved, json.loads(moved.read_text()) | {"environment": {"device": "NVIDIA Y"}})
+    with pytest.raises(ValueError, match=r"must have one device in .*512, got \['NVIDIA X', 'NV"):
+        gather(*given)
 
 
 def test_runs_and_floors_of_other_books_do_not_compare(tmp_path):
