@@ -327,10 +327,20 @@ def table_of(record: dict) -> "Table":
 SIZES = ("model", "seq_len", "dropout", "padding", "step_tokens", "steps", "seed")
 
 
+def by_size(rows: Iterable[dict]) -> list[dict]:
+    """The rows of a record by model, setting and length, whatever order they were measured in."""
+    models = [*GPT2, *BERT]
+
+    def size(row: dict) -> tuple:
+        return models.index(row["model"]), -row["dropout"], row["padding"], row["seq_len"]
+
+    return sorted(rows, key=size)
+
+
 def with_baselines(rows: Iterable[dict]) -> Iterator[tuple[dict, dict]]:
-    """Each row of a record, with the first row of the same model and sizes."""
+    """Each row of a record by size, with the first row of the same model and sizes."""
     baselines: dict[tuple, dict] = {}
-    for row in rows:
+    for row in by_size(rows):
         yield row, baselines.setdefault(tuple(row[name] for name in SIZES), row)
 
 
@@ -364,7 +374,7 @@ def draw(record: dict, picture: Path) -> Path:
     """
     from experiments.pictures import COLOURS, MARKERS, panels, save
 
-    rows = [row for row in record["rows"] if "reason" not in row]
+    rows = [row for row in by_size(record["rows"]) if "reason" not in row]
     groups: dict[str, list[dict]] = {}
     for row in rows:
         padding = f", padding {row['padding']:g}" if row["padding"] else ""

@@ -104,12 +104,25 @@ def test_a_picture_has_a_row_of_panels_for_each_dropout_and_padding(tmp_path, mo
     cases = [replace(CASE, dropout=p, padding=q) for p, q in ((0.1, 0), (0.0, 0), (0.1, 0.3))]
     lost = asdict(CASE) | {"reason": "out of memory"}
     draw({"rows": [lost, *(asdict(case) | figures for case in cases)]}, tmp_path / "a.png")
-    names = (
-        "gpt2-tiny, dropout 0.1",
-        "gpt2-tiny, dropout 0",
-        "gpt2-tiny, dropout 0.1, padding 0.3",
-    )
+    names = [f"gpt2-tiny, dropout {name}" for name in ("0.1", "0.1, padding 0.3", "0")]
     assert drawn == [[title for name in names for title in (name, f"{name}, 64 tokens")]]
+
+
+def test_rows_are_shown_by_size_and_compared_with_the_first_attention_of_theirs():
+    sizes = (("bert-tiny", 0.1, 64), ("gpt2-tiny", 0.0, 64), ("gpt2-tiny", 0.1, 128))
+    sizes += (("gpt2-tiny", 0.1, 64),)
+    rows = [
+        asdict(replace(CASE, model=m, dropout=p, seq_len=n, attention=attention))
+        for attention in ("sdpa", "eager")
+        for m, p, n in sizes
+    ]
+    shown = list(pretraining.with_baselines(rows))
+    names = ("model", "dropout", "seq_len")
+    found = [tuple(row[name] for name in names) for row, _ in shown]
+    expected = [("gpt2-tiny", 0.1, 64), ("gpt2-tiny", 0.1, 128), *sizes[1::-1]]
+    assert found == [size for size in expected for _ in range(2)]
+    assert [row["attention"] for row, _ in shown] == ["sdpa", "eager"] * 4
+    assert all(base["attention"] == "sdpa" for _, base in shown)
 
 
 def test_exact_attentions_of_one_size_are_compared_in_pairs():
