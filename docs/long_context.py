@@ -26,8 +26,8 @@ TEXT = """\
 [Context-parallel attention](design/context-parallel.md) on one and two GPUs of a host: head dim
 128, batch 1, bfloat16, blocks of 128. *window* has 4,096 keys for a query, *local+global* a
 window and 128 global tokens; *documents* have a mean of 8,192 tokens, *random* has 8,192 keys for
-a query on average (*random 1/16* one of 16 blocks), and *top-k* selects 4,096 keys for a query. The
-all-gather and the ring use the same kernels. Other programs used other GPUs of the host.
+a query on average (*random 1/16* one of 16 blocks), and *top-k* selects 4,096 keys for a query.
+The all-gather and the ring use the same kernels. Other programs used other GPUs of the host.
 
 - **Efficiency** is the useful FLOP/s of a GPU over that of one GPU with the same plan.
 - **Over all-gather** is the time of the all-gather over that of the plan. *At most* is this ratio
