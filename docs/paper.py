@@ -269,25 +269,29 @@ def pretraining(name: str) -> str:
 
 def training_steps(record: dict) -> str:
     """Training steps of each model, compared with the first attention at the same size."""
-    lines = []
+    lines, of_sdpa = [], {}
+    for row in record["rows"]:
+        if row["attention"] == "sdpa":
+            of_sdpa[size_of(row), row["dropout"]] = row.get("tokens_per_second")
     for row, base in with_baselines(record["rows"]):
         line = [row["model"], f"{row['seq_len']:,}", f"`{row['attention']}`".replace("|", "\\|")]
         line += [f"{row['dropout']:g}", f"{row['padding']:g}"]
         if "reason" in row:
-            lines.append([*line, row["reason"], "", "", "", ""])
+            lines.append([*line, row["reason"], "", "", "", "", ""])
             continue
         lines.append(
             [
                 *line,
                 f"{row['tokens_per_second']:,.0f}",
                 ratio(row["tokens_per_second"], base.get("tokens_per_second")),
+                ratio(row["tokens_per_second"], of_sdpa.get((size_of(row), row["dropout"]))),
                 ratio(row["peak_bytes"] or 0, 2**30, "{:.1f}"),
                 f"{row['loss']:.4f}",
                 f"{row['loss'] - base['loss']:+.4f}" if "loss" in base else NOTHING,
             ]
         )
     head = ["model", "tokens", "attention", "dropout", "padding", "tokens/s"]
-    head += ["speed-up", "GiB", "loss", "loss difference"]
+    head += ["speed-up", "over SDPA", "GiB", "loss", "loss difference"]
     title = f"**{record['rows'][0]['environment']['device']}**"
     shown = picture(record["stem"], "Throughput, and losses step by step")
     sources = dict.fromkeys(map(measured, record["rows"]))  # a command measures one model
@@ -584,9 +588,9 @@ def overview() -> str:
         ("Table 4", "language models with longer contexts", "below", LANGUAGE_MODELS),
         ("Table 5", "classification of long documents", "below", (*AUTHORS, *TUNED)),
     ):
-        found = "yes" if any(map(newest, records)) else "not yet"
-        rows.append([name, asks, page, found])
-    return table(["in the paper", "subject", "our results", "record"], rows)
+        found = sum(newest(each) is not None for each in records)
+        rows.append([name, asks, page, f"{found} of {len(records)}"])
+    return table(["in the paper", "subject", "our results", "records"], rows)
 
 
 THEORY = "[performance](performance.md#theory-and-measurement)"

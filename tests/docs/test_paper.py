@@ -65,13 +65,13 @@ def test_what_has_no_record_says_so(paper):
     for name in ("parts", "landscape", "pretraining", "language-models"):
         shown = paper.TABLES[name]()
         assert shown.startswith("*Not measured yet"), name
-    assert row(paper.overview(), "Figure 3")[-1] == "not yet"
+    assert row(paper.overview(), "Figure 3")[-1] == "0 of 4"
     assert row(paper.authors(), "512") == ["–"] * 6 + ["30.0", "10.0"]
 
 
 def test_figures_1_and_3(paper, tmp_path):
     landscape(tmp_path)
-    assert row(paper.overview(), "Figure 3")[-1] == "yes"
+    assert row(paper.overview(), "Figure 3")[-1] == "1 of 4"
     parts = paper.TABLES["parts"]()
     assert row(parts, "sum of all parts") == ["10", "5.00"]
     assert row(parts, "mask") == ["6", "3.00"]
@@ -107,7 +107,10 @@ def test_tables_1_and_2(paper, tmp_path):
     rows = [case | measured, case | {"attention": "local(8) | butterfly()"} | measured]
     rows[1] |= {"tokens_per_second": 2500.0, "loss": 4.9}
     rows.append(case | {"attention": "sdpa", "reason": "out of memory"})
-    commands = ["python -m x gpt2"] * 2 + ["python -m x bert-large"]
+    longer = case | {"seq_len": 1024} | measured
+    rows += [longer | {"attention": "ours"}, longer | {"attention": "sdpa"}]
+    rows[-1]["tokens_per_second"] = 400.0
+    commands = ["python -m x gpt2"] * 2 + ["python -m x bert-large"] * 3
     rows = [
         each | {"environment": FACTS | {"command": command}}
         for each, command in zip(rows, commands, strict=True)
@@ -115,11 +118,12 @@ def test_tables_1_and_2(paper, tmp_path):
     write_json(tmp_path / "pretraining-nvidia-h200.json", {"rows": rows})
     shown = paper.TABLES["pretraining"]().replace("\\|", "or").splitlines()
     assert shown[0] == "**a device**"
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown[4:7]]
-    assert cells[0][5:] == ["1,000", "1.00", "2.0", "5.0000", "+0.0000"]
-    expected = ["`local(8) or butterfly()`", "0.1", "0", "2,500", "2.50", "2.0", "4.9000"]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown[4:9]]
+    assert cells[0][5:] == ["1,000", "1.00", "–", "2.0", "5.0000", "+0.0000"]
+    expected = ["`local(8) or butterfly()`", "0.1", "0", "2,500", "2.50", "–", "2.0", "4.9000"]
     assert cells[1][2:] == [*expected, "-0.1000"]
-    assert cells[2][5:] == ["out of memory", "", "", "", ""]
+    assert cells[2][5:] == ["out of memory", "", "", "", "", ""]
+    assert [each[7] for each in cells[3:]] == ["2.50", "1.00"]  # over SDPA
     sources = [line for line in shown if line.startswith("*a device, torch 2")]
     assert [line.split("`")[1] for line in sources] == [
         "python -m x gpt2",
@@ -176,7 +180,7 @@ def test_table_4(paper, tmp_path):
     assert f"`experiments/results/{name}-nvidia-h200.json`" in shown
     found = ["2.0200", "2.0200", "+1.00 %", "3,000,000", "3.00"]
     assert row(shown, "sparse")[4:] == found
-    assert row(paper.overview(), "Table 4")[-1] == "yes"
+    assert row(paper.overview(), "Table 4")[-1] == "1 of 3"
     told = "sparse +1.0 % bits per byte and 3.00 times the throughput"
     assert f"Against dense attention with the same context: {told}." in shown
     assert "Bits per byte against" not in shown
@@ -225,7 +229,7 @@ def test_table_5(paper, tmp_path):
     for device, length in (("X", "512"), ("Y", "65,536")):
         assert f"\n\nEncoders of words, {length} bytes: *NVIDIA {device}, torch 2," in shown
     assert "(../experiments/results/long-documents-authors-words-nvidia-x-nvidia-y.png)" in shown
-    assert row(paper.overview(), "Table 5")[-1] == "yes"
+    assert row(paper.overview(), "Table 5")[-1] == "1 of 5"
     # Longer runs of one length are a row of their own, and have no picture.
     (tmp_path / "runs/512").rename(tmp_path / "512")
     gather(f"{name}-long", tmp_path / "runs", floors, tmp_path)
@@ -243,7 +247,7 @@ def test_table_5_by_the_paper_s_method(paper, tmp_path):
     write_json(tmp_path / "long-documents-ecthr-nvidia-h200.json", record)
     shown = paper.TABLES["tuned"]().replace("\\|", "or")
     assert row(shown, "1,024") == ["74.3 ± 1.0", "2", "`local(8) or butterfly()`"]
-    assert row(paper.overview(), "Table 5")[-1] == "yes"
+    assert row(paper.overview(), "Table 5")[-1] == "1 of 5"
 
 
 def test_a_page_without_marks_is_an_error(paper):
