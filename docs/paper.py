@@ -27,7 +27,16 @@ from experiments.pretraining import (  # noqa: E402
     largest_difference,
     with_baselines,
 )
-from experiments.record import Line, Measurement, crossing_length, is_ours, lines  # noqa: E402
+from experiments.record import (  # noqa: E402
+    FROM_PYTHON,
+    NO_GRAPH,
+    Line,
+    Measurement,
+    crossing_length,
+    from_python,
+    is_ours,
+    lines,
+)
 
 PAGE = ROOT / "docs/paper.md"
 DEVICES = "nvidia-*"
@@ -76,9 +85,14 @@ MEMORY = {
 }
 KINDS = {  # records of Figure 3: their titles, and the times of the paper
     "bench-landscape": ("Without dropout and padding", PLAIN),
+    "bench-landscape-packages": ("Packages, without dropout and padding", PLAIN),
     "bench-landscape-dropout": ("With dropout 0.1", None),
     "bench-landscape-padding": ("With padded keys", None),
     "bench-landscape-dropout-padding": ("With dropout 0.1 and padded keys", BOTH),
+    "bench-landscape-packages-dropout-padding": (
+        "Packages, with dropout 0.1 and padded keys",
+        BOTH,
+    ),
 }
 
 
@@ -158,7 +172,8 @@ def landscape(name: str) -> str:
     """Times and memory over lengths, and crossings, of one record and of the paper."""
     title, published = KINDS[name]
     record, stem = latest(name)
-    found = lines(map(row_of, record["rows"])) if record else {}
+    rows = list(map(row_of, record["rows"])) if record else []
+    found, marked = lines(rows), from_python(rows)
     if not record or not found:
         return ""
     lengths = sorted({n for line in found.values() for n in line})
@@ -166,15 +181,40 @@ def landscape(name: str) -> str:
     times, memory = [], []
     for label, line in found.items():
         pairs = [line.get(n) for n in lengths]
-        times.append([called(*label), *(milliseconds(p[0]) if p else NOTHING for p in pairs)])
-        memory.append(
-            [called(*label), *(f"{round(p[1] / 2**20, 1):,}" if p else NOTHING for p in pairs)]
-        )
+        name = called(*label)
+        mark = f" ({FROM_PYTHON})" if label[0] in marked else ""
+        times.append([name + mark, *(milliseconds(p[0]) if p else NOTHING for p in pairs)])
+        memory.append([name, *(f"{round(p[1] / 2**20, 1):,}" if p else NOTHING for p in pairs)])
     parts = [f"**{title}: milliseconds, both passes**", table(head, times)]
+    parts += [f'"{FROM_PYTHON}": {NO_GRAPH}.'] if marked else []
+    parts += [not_measured(record["skipped"], found)]
     parts += [f"**{title}: peak MiB without the inputs**", table(head, memory)]
     parts += [f"**{title}: crossings**", crossings(found, published)]
     parts += [picture(f"{stem}-landscape", f"{title}: time and memory over lengths")]
     return paragraphs([*parts, measured(record)])
+
+
+def not_measured(skipped: list[list[str]], found: dict[tuple[str, str], Line]) -> str:
+    """Why cells are empty, as a list.
+
+    skipped: [implementation, "PATTERN at N = TOKENS", reason], as records have it.
+    """
+    reasons: dict[tuple[str, str], list[int]] = {}
+    for implementation, where, reason in skipped:
+        reason = "out of memory" if "out of memory" in reason else reason.partition(", got")[0]
+        tokens = int(where.rpartition(" = ")[2])
+        reasons.setdefault((implementation, reason), []).append(tokens)
+    rows = []
+    shortest = min(n for line in found.values() for n in line)
+    for (name, reason), lengths in reasons.items():
+        own = [n for label, line in found.items() if label[0] == name for n in line]
+        # What fails is not measured at longer lengths; a length that it cannot compute is.
+        if len(lengths) > 1 or max(own, default=0) > max(lengths):
+            where = f" at {', '.join(f'{n:,}' for n in lengths)} tokens"
+        else:
+            where = f" from {min(lengths):,} tokens on" * (min(lengths) > shortest)
+        rows.append(f"- {NAMES.get(name, name)}{where}: {reason}.")
+    return "\n".join(["Not measured:", "", *rows]) if rows else ""
 
 
 def row_of(row: dict) -> Measurement:
@@ -200,6 +240,7 @@ PAIRED = {
     "smyrf": "SMYRF",
     "local-attention": "local",
     "longformer": "Longformer",
+    "bigbird": "BigBird",
 }
 
 

@@ -35,6 +35,7 @@ from experiments.cli import (
     output_file,
     parse_densities,
     parse_lengths,
+    parse_name,
     parse_patterns,
     resolve,
 )
@@ -116,6 +117,16 @@ def main(
             max=0.99,
         ),
     ] = 0.0,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="Part of the name of the record, after that of the suite, for a record of some"
+            " implementations or sizes: small letters, digits and hyphens.",
+            show_default=False,
+            parser=parse_name,
+            metavar="NAME",
+        ),
+    ] = None,
     output: Output = RESULTS,
     overwrite: Overwrite = False,
     resume: Annotated[
@@ -207,9 +218,9 @@ def main(
             needs_cuda()
             settings = Method(**METHOD_DEFAULTS[kind] | method | fixed)
         validate(settings)
-        name = suite if suite is Suite.SPEEDUP else f"bench-{suite}"
-        name += "-dropout" * (dropout > 0) + "-padding" * (padding > 0)
-        path = output_file(output, name, kind, overwrite)
+        parts = [suite if suite is Suite.SPEEDUP else f"bench-{suite}", *[name] * bool(name)]
+        parts += ["dropout"] * (dropout > 0) + ["padding"] * (padding > 0)
+        path = output_file(output, "-".join(parts), kind, overwrite)
         cases = partial(planned, suite, settings, ours, baselines)
         carry_out(cases, settings, path, resume, roofline=suite not in ANYWHERE)
 

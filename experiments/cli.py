@@ -57,6 +57,9 @@ class Baseline(StrEnum):
     SMYRF = "smyrf"
     LOCAL = "local-attention"  # of a package
     LONGFORMER = "longformer"  # of transformers
+    BIGBIRD = "bigbird"  # of transformers
+    ROUTING = "routing"  # of the package routing_transformer
+    SINKHORN = "sinkhorn"  # of the package sinkhorn_transformer
 
     @property
     def approximate(self) -> bool:
@@ -149,6 +152,15 @@ def parse_densities(text: str) -> tuple[float, ...]:
     if not all(0 < s <= 1 for s in found):
         raise typer.BadParameter(f"densities must be above 0 and at most 1, got {text}")
     return found
+
+
+def parse_name(text: str) -> str:
+    """Part of the name of a record. Raises typer.BadParameter for other text."""
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", text):
+        raise typer.BadParameter(
+            f"must be small letters, digits and hyphens such as packages, got {text!r}"
+        )
+    return text
 
 
 def parse_patterns(text: str) -> tuple[str, ...]:

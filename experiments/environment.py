@@ -14,7 +14,10 @@ import torch
 
 from experiments.cli import ROOT
 
-PACKAGES = ("torch", "triton", "numpy", "flash-attn-4", "nvidia-cudnn-frontend")
+PACKAGES = (
+    *("torch", "triton", "numpy", "flash-attn-4", "nvidia-cudnn-frontend"),
+    *("transformers", "local-attention", "routing-transformer", "sinkhorn-transformer"),
+)
 
 
 def environment(device: torch.device) -> dict:

@@ -1,9 +1,9 @@
-"""Approximate attention layers with their own projections, and windows of other packages.
+"""Approximate attention layers with their own projections, and attention alone of other packages.
 
 All except SMYRF are from other packages: `pip install -e '.[lra-baselines]'`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 
 import torch
@@ -15,6 +15,37 @@ LANDMARKS = 64
 PROJECTED = 256
 HASHES, CHUNK = 2, 64
 WINDOW = 64  # tokens to each side of a query, or of its chunk
+# The defaults of the packages: tokens of a block and random blocks of a block row (BigBird),
+# tokens of a cluster (routing), tokens of a bucket (Sinkhorn).
+BIGBIRD_BLOCK, RANDOM_BLOCKS = 64, 3
+ROUTED = 64
+BUCKET = 64
+# The lengths that layers take: multiples of these numbers of tokens,
+MULTIPLES = {
+    "reformer": CHUNK,
+    "smyrf": CLUSTER,
+    "longformer": 2 * WINDOW,
+    "bigbird": BIGBIRD_BLOCK,
+    "routing": ROUTED,
+    "sinkhorn": BUCKET,
+}
+# and at least this many. For fewer blocks transformers computes full attention instead.
+SHORTEST = {"bigbird": (2 * RANDOM_BLOCKS + 6) * BIGBIRD_BLOCK}
+
+
+def refusal(name: str, seq_len: int) -> str | None:
+    """Why a layer cannot compute sequences of this length; None if it can."""
+    multiple, shortest = MULTIPLES.get(name, 1), SHORTEST.get(name, 1)
+    if seq_len % multiple:
+        return f"{name} needs a multiple of {multiple} tokens, got {seq_len}"
+    if seq_len < shortest:
+        return f"{name} needs at least {shortest} tokens, got {seq_len}"
+    return None
+
+
+def _check_length(name: str, seq_len: int) -> None:
+    if reason := refusal(name, seq_len):
+        raise ValueError(reason)
 
 
 class Masked(nn.Module):
@@ -66,8 +97,7 @@ class Hashed(nn.Module):
 
 def reformer(dim: int, heads: int, seq_len: int) -> Hashed:
     """Kitaev, Kaiser, Levskaya 2020. Raises ValueError for a seq_len that chunks do not fill."""
-    if seq_len % CHUNK:
-        raise ValueError(f"reformer needs a multiple of {CHUNK} tokens, got {seq_len}")
+    _check_length("reformer", seq_len)
     models = _package("transformers").models.reformer
     config = models.ReformerConfig(
         hidden_size=dim,
@@ -82,8 +112,7 @@ def reformer(dim: int, heads: int, seq_len: int) -> Hashed:
 
 def smyrf(dim: int, heads: int, seq_len: int) -> Smyrf:
     """Daras et al. 2020. Raises ValueError for a seq_len that clusters do not fill."""
-    if seq_len % CLUSTER:
-        raise ValueError(f"smyrf needs a multiple of {CLUSTER} tokens, got {seq_len}")
+    _check_length("smyrf", seq_len)
     return Smyrf(dim, heads)
 
 
@@ -165,10 +194,96 @@ def longformer(query: Tensor, dropout_p: float) -> Bare:
     return attend
 
 
+def bigbird(query: Tensor, dropout_p: float) -> Bare:
+    """Zaheer et al. 2020: three blocks around a query, the first, the last and random ones.
+
+    In training mode, because otherwise transformers takes the first block in place of random ones.
+    It has no dropout, and it writes all N² probabilities, most of them zero.
+    """
+    heads, seq_len, head_dim = query.shape[1:]
+    models = _package("transformers").models.big_bird
+    config = models.BigBirdConfig(
+        hidden_size=heads * head_dim,
+        num_attention_heads=heads,
+        block_size=BIGBIRD_BLOCK,
+        num_random_blocks=RANDOM_BLOCKS,
+        max_position_embeddings=seq_len,
+    )
+    layer = models.modeling_big_bird.BigBirdBlockSparseAttention(config, seed=0)
+    make_masks = models.BigBirdModel.create_masks_for_block_sparse_attn
+
+    def attend(query, key, value, inside):
+        rows = [t.transpose(1, 2).flatten(2) for t in (query, key, value)]
+        layer.query, layer.key, layer.value = map(Given, rows)
+        kept = torch.ones_like(query[:, 0, :, 0]) if inside is None else inside.to(query)
+        blocks, band, queries, keys = make_masks(kept, BIGBIRD_BLOCK)
+        out = layer(rows[0], band, queries, keys, blocks, blocks)[0]
+        return out.unflatten(-1, (heads, head_dim)).transpose(1, 2)
+
+    return attend
+
+
+def routing(query: Tensor, dropout_p: float) -> Bare:
+    """Roy et al. 2021: queries and keys near the mean of a cluster, ROUTED of each.
+
+    The means are those of the first call; in training the package moves them in every step.
+    """
+    heads, seq_len, head_dim = query.shape[1:]
+    package = _package("routing_transformer.routing_transformer")
+    sizes = (seq_len // ROUTED, ROUTED, heads, head_dim)
+    layer = package.KmeansAttention(*sizes, dropout=dropout_p).to(query.device)
+    layer.requires_grad_(False).eval()  # else the means move
+    layer.dropout.train()
+
+    def attend(query, key, value, inside):
+        out, _ = layer(*_zeroed((query, key, value), inside), inside)
+        # It would ask the device in every call whether there are means.
+        vars(layer.kmeans)["init"] = lambda x: None
+        return out
+
+    return attend
+
+
+def sinkhorn(query: Tensor, dropout_p: float) -> Bare:
+    """Tay et al. 2020: each bucket attends itself and a mixture of buckets, sorted for it.
+
+    Release 0.11.4 of the package has the sorted keys in place of the sorted values, too.
+    """
+    heads, _, head_dim = query.shape[1:]
+    package = _package("sinkhorn_transformer.sinkhorn_transformer")
+    # All but the sizes as SinkhornTransformer sets them.
+    layer = package.SinkhornAttention(
+        bucket_size=BUCKET,
+        dim=heads * head_dim,
+        dim_heads=head_dim,
+        heads=heads,
+        max_seq_len=None,
+        non_permutative=False,
+        sinkhorn_iter=5,
+        temperature=0.75,
+        dropout=dropout_p,
+    )
+    return lambda query, key, value, inside: layer(*_zeroed((query, key, value), inside), inside)
+
+
+def _zeroed(tensors: Iterable[Tensor], inside: Tensor | None) -> list[Tensor]:
+    """Tensors (batch, heads, tokens, dim) with zeros for padding.
+
+    Sinkhorn attention mixes padding into other keys, and in routing attention a query whose
+    cluster has only padding attends to it.
+    """
+    if inside is None:
+        return list(tensors)
+    return [t * inside[:, None, :, None] for t in tensors]
+
+
 # Layers without projections, or whose projections are not weights of the layer.
 BARE: dict[str, Callable[[Tensor, float], Bare]] = {
     "local-attention": local_attention,
     "longformer": longformer,
+    "bigbird": bigbird,
+    "routing": routing,
+    "sinkhorn": sinkhorn,
 }
 
 
@@ -183,7 +298,12 @@ def without_projections(name: str, query: Tensor, dropout_p: float) -> Bare:
     Returns:
         A function (query, key, value, inside) -> out; inside is bool (batch, seq_len) or None. The
         tensors (batch, heads, seq_len, head_dim) are copied into the layout of the packages.
+
+    Raises:
+        ImportError: Its package is not installed.
+        ValueError: It cannot compute sequences of this length; see `refusal`.
     """
+    _check_length(name, query.shape[2])
     if name in BARE:
         return BARE[name](query, dropout_p)
     heads, seq_len, head_dim = query.shape[1:]

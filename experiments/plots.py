@@ -12,7 +12,17 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from experiments.cli import Baseline
 from experiments.pictures import COLOURS, ORIGIN, look, octaves, origin, panels, plain_values, save
-from experiments.record import BASELINE_NAMES, OURS, Line, Measurement, Record, is_ours, lines
+from experiments.record import (
+    BASELINE_NAMES,
+    FROM_PYTHON,
+    OURS,
+    Line,
+    Measurement,
+    Record,
+    from_python,
+    is_ours,
+    lines,
+)
 
 # Line styles distinguish implementations, colours and markers patterns.
 STYLES: dict[str, Any] = {
@@ -159,15 +169,17 @@ def _against_length(
 def _landscape(found: dict[tuple[str, str], Line], record: Record) -> Figure:
     """Time and memory over lengths: ours solid, exact ones dashed, approximations dotted."""
     figure, axes = panels(1, 2, size=(13, 5.6))
+    marked = from_python(record.rows)
     for i, ((implementation, family), line) in enumerate(found.items()):
         approximate = implementation in {b.value for b in Baseline if b.approximate}
+        kind = f"approximate, {FROM_PYTHON}" if implementation in marked else "approximate"
         known = BASELINE_NAMES.get(implementation, implementation)
         style = look(i) | {
             "linestyle": "-" if is_ours(implementation) else ":" if approximate else "--",
             "markerfacecolor": None if i < len(COLOURS) else "white",
             "markersize": 4.5,
             "linewidth": 2 if is_ours(implementation) else 1.3,
-            "label": f"{known} (approximate)" if approximate else f"{known}, {family}",
+            "label": f"{known} ({kind})" if approximate else f"{known}, {family}",
         }
         lengths = sorted(line)
         axes[0].plot(lengths, [line[n][0] for n in lengths], **style)

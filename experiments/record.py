@@ -31,7 +31,16 @@ BASELINE_NAMES = {
     "smyrf": "SMYRF",
     "local-attention": "local",
     "longformer": "Longformer",
+    "bigbird": "BigBird",
+    "routing": "Routing",
+    "sinkhorn": "Sinkhorn",
 }
+# The mark of implementations that were not timed as CUDA graphs, and what it says.
+FROM_PYTHON = "called from Python"
+NO_GRAPH = (
+    "a CUDA graph cannot contain this implementation, so its time includes host time where that "
+    "is longer than device time"
+)
 
 
 def is_ours(implementation: str) -> bool:
@@ -61,6 +70,7 @@ class Measurement:
         q_len, kv_heads: Sizes of decoding steps, if they differ from seq_len and heads.
         key_value_bytes: Bytes of keys and values in non-zero blocks, for decoding steps.
         sustained_ms, sustained_low_ms, sustained_high_ms: The same under continuous load.
+        clock: The clock that measured it, if it is not that of the settings of the record.
     """
 
     suite: str
@@ -86,6 +96,7 @@ class Measurement:
     sustained_ms: float | None = None
     sustained_low_ms: float | None = None
     sustained_high_ms: float | None = None
+    clock: str | None = None
 
     @property
     def tflops(self) -> float:
@@ -279,6 +290,11 @@ def lines(rows: Iterable[Measurement]) -> dict[tuple[str, str], Line]:
         for name, line in found.items()
         if any(len(of) == passes for of in line.values())
     }
+
+
+def from_python(rows: Iterable[Measurement]) -> set[str]:
+    """The implementations that were timed as called from Python, where others were graphs."""
+    return {row.implementation for row in rows if row.clock is not None}
 
 
 def crossing_length(line: Line, other: Line) -> float | None:

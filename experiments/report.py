@@ -7,7 +7,7 @@
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,11 +19,14 @@ from rich.table import Table
 
 from experiments.cli import RESULTS, Output, Overwrite, output_folder, usage_errors
 from experiments.record import (
+    FROM_PYTHON,
+    NO_GRAPH,
     Line,
     Measurement,
     Record,
     crossing_length,
     crossovers,
+    from_python,
     is_ours,
     lines,
     relative,
@@ -109,7 +112,10 @@ def _show_landscape(rows: list[Measurement], console: Console) -> None:
     found = lines(rows)
     if found:
         passes = {row.direction: None for row in rows if row.suite == "landscape"}
-        console.print(_lengths_table(found, " and ".join(passes)))
+        marked = from_python(rows)
+        console.print(_lengths_table(found, " and ".join(passes), marked))
+        if marked:
+            console.print(f"{FROM_PYTHON}: {NO_GRAPH}", highlight=False)
         console.print(_crossing_table(found))
     for group in dict.fromkeys(r.group for r in rows if r.suite == "parts"):
         console.print(_parts_table([r for r in rows if r.group == group]))
@@ -119,14 +125,18 @@ def _label(implementation: str, family: str) -> str:
     return implementation if family == "full" else f"{implementation} {family}"
 
 
-def _lengths_table(found: dict[tuple[str, str], Line], passes: str) -> Table:
+def _lengths_table(
+    found: dict[tuple[str, str], Line], passes: str, marked: Collection[str]
+) -> Table:
+    """marked: the implementations that were timed as called from Python."""
     lengths = sorted({n for line in found.values() for n in line})
     title = f"{passes}: ms, and below it peak MiB, at N tokens"
     table = plain_table(title, ["implementation"], [f"{n:,}" for n in lengths])
     for name, line in found.items():
         points = (line.get(n) for n in lengths)
         cells = ("" if p is None else f"{p[0]:.4g}\n{p[1] / 2**20:.4g}" for p in points)
-        table.add_row(_label(*name), *cells)
+        mark = f"\n{FROM_PYTHON}" if name[0] in marked else ""
+        table.add_row(_label(*name) + mark, *cells)
     return table
 
 

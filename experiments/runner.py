@@ -20,6 +20,7 @@ from experiments.check import CheckError
 from experiments.cli import INTERRUPTED
 from experiments.environment import environment
 from experiments.measure import DTYPES, Case, measure, random_problem
+from experiments.packaged import refusal
 from experiments.plots import draw
 from experiments.record import Measurement, Record
 from experiments.report import load, show, wide_console
@@ -130,6 +131,9 @@ def run(cases: Cases, method: Method, record: Record, path: Path, console: Conso
                 record.skipped += [[name, str(case), reason] for name, reason in new.items()]
                 ended |= {(case.line, name) for name in slow}
                 lacking = [name for name in lacking if (case.line, name) not in ended]
+            refused = {n: reason for n in lacking if (reason := refusal(n, case.seq_len))}
+            record.skipped += [[name, str(case), reason] for name, reason in refused.items()]
+            lacking = [name for name in lacking if name not in refused]
             for names in ([name] for name in lacking) if alone else [lacking] * bool(lacking):
                 rows, reasons = measure_within_memory(case, names, method, log)
                 ended |= {(case.line, name) for name in reasons}

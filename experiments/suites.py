@@ -272,4 +272,6 @@ def planned(
         names = case.implementations
         known = (n for n in names if baselines is None or n.partition(":")[0] in baselines)
         chosen = (*filter(is_ours, names), *(n for n in known if not is_ours(n)))
+        if case.suite == "parts" and Baseline.STANDARD not in chosen:
+            continue  # there would be no parts
         yield replace(case, implementations=chosen)

@@ -31,6 +31,10 @@ ESTIMATES = 3  # runs; the fastest one determines the number of runs of a turn
 MAX_SUSTAINED_RUNS = 1000
 
 
+class WaitsForDevice(RuntimeError):
+    """A CUDA graph cannot contain a run, because it waits for the device."""
+
+
 @dataclass(frozen=True)
 class Timing:
     """Milliseconds of one call: median, first and third quartile of `runs` runs."""
@@ -116,6 +120,9 @@ def prepared(prepare: Prepare, clock: Clock) -> Iterator[Sample]:
 
     `prepare` itself (the forward pass before a backward pass) is not timed. On a GPU it runs on
     the stream that is timed, as the capture of a backward pass requires.
+
+    Raises:
+        WaitsForDevice: The clock is GRAPH, and the run waits for the device.
     """
     if clock is Clock.CPU:
         yield partial(_sample_cpu, prepare())
@@ -193,11 +200,16 @@ def _captured(run: Run, stream: torch.cuda.Stream) -> Run:
     """The replay of one run. `stream`, which is captured, must be the current one.
 
     Raises:
-        RuntimeError: The run waits for the device. A failed capture would leave the allocator and
-            the random generator in a state in which later runs fail.
+        WaitsForDevice: The run waits for the device. A failed capture would leave the allocator
+            and the random generator in a state in which later runs fail.
     """
-    with no_waiting():
-        run()
+    try:
+        with no_waiting():
+            run()
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" in f"{error}":
+            raise WaitsForDevice(f"{error}") from error
+        raise
     stream.synchronize()
     # A capture allocates free memory; it cannot use the memory that the allocator caches.
     gc.collect()

@@ -65,13 +65,13 @@ def test_what_has_no_record_says_so(paper):
     for name in ("parts", "landscape", "pretraining", "language-models"):
         shown = paper.TABLES[name]()
         assert shown.startswith("*Not measured yet"), name
-    assert row(paper.overview(), "Figure 3")[-1] == "0 of 4"
+    assert row(paper.overview(), "Figure 3")[-1] == "0 of 6"
     assert row(paper.authors(), "512") == ["–"] * 6 + ["30.0", "10.0"]
 
 
 def test_figures_1_and_3(paper, tmp_path):
     landscape(tmp_path)
-    assert row(paper.overview(), "Figure 3")[-1] == "1 of 4"
+    assert row(paper.overview(), "Figure 3")[-1] == "1 of 6"
     parts = paper.TABLES["parts"]()
     assert row(parts, "sum of all parts") == ["10", "5.00"]
     assert row(parts, "mask") == ["6", "3.00"]
@@ -88,6 +88,43 @@ def test_figures_1_and_3(paper, tmp_path):
     assert "bench-landscape-nvidia-h200-landscape.png" in paper.TABLES["landscape"]()
     landscape(tmp_path, "bench-landscape-dropout")
     assert "**With dropout 0.1: milliseconds" in paper.TABLES["landscape"]()
+
+
+def test_a_record_of_packages_has_tables_of_its_own(paper, tmp_path):
+    """With marks of what was called from Python, and the reasons of empty cells."""
+    landscape(tmp_path)
+    assert "Not measured:" not in paper.TABLES["landscape"]()
+    facts = {"suite": "landscape", "direction": "forward"}
+    rows = [
+        replace(FULL, implementation=name, seq_len=n, median_ms=ms, clock=clock, **facts)
+        for name, clock, ms in (("sparseflash", None, 2.0), ("bigbird", "events", 8.0))
+        for n in (512, 1024)[name == "bigbird" :]
+    ]
+    saved = record(rows)
+    saved.environment = FACTS | {"command": "python -m y --name packages --output there"}
+    saved.skipped = [
+        ["bigbird", "full at N = 512", "bigbird needs at least 768 tokens, got 512"],
+        ["bigbird", "full at N = 2048", "CUDA out of memory. Tried to allocate 64.00 GiB."],
+        ["routing", "full at N = 512", "routing_transformer is not installed"],
+        ["longformer", "full at N = 512", "longformer needs a multiple of 128 tokens, got 512"],
+        ["longformer", "full at N = 1024", "longformer needs a multiple of 128 tokens, got 1024"],
+    ]
+    saved.save(tmp_path / "bench-landscape-packages-nvidia-h200.json")
+    shown = paper.TABLES["landscape"]()
+    first, second = shown.index("**Without dropout"), shown.index("**Packages, without dropout")
+    assert first < second
+    assert '"called from Python": a CUDA graph cannot contain this' in shown[second:]
+    assert row(shown, "BigBird (called from Python)") == ["–", "8"]
+    assert "- BigBird at 512 tokens: bigbird needs at least 768 tokens." in shown
+    assert "- BigBird from 2,048 tokens on: out of memory." in shown
+    assert "- Routing: routing_transformer is not installed." in shown
+    assert "- Longformer at 512, 1,024 tokens: longformer needs a multiple of" in shown
+    # Of the same run and, in the columns of the paper, of its Table 20.
+    crossing = [line for line in shown.splitlines() if line.startswith("| BigBird | faster")]
+    assert crossing == [
+        "| BigBird | faster from 1,024 | slower from 2,925 | – | faster from 128 |"
+    ]
+    assert shown[second:].count("`python -m y --name packages`") == 1
 
 
 def test_the_latest_of_several_gpus_is_shown(paper, tmp_path):

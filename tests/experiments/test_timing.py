@@ -2,6 +2,8 @@ import gc
 import time
 import warnings
 from collections import Counter
+from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise, permutations
 
 import pytest
@@ -18,6 +20,7 @@ from experiments.timing import (
     TURNS,
     WARM_UP_MS,
     Timing,
+    WaitsForDevice,
     time_call,
     time_rested,
     time_sustained,
@@ -158,3 +161,18 @@ def test_a_run_that_waits_for_the_device_is_refused_before_its_capture():
     with pytest.raises(RuntimeError, match="synchronizing"):
         time_call(lambda: source.sum().item, Clock.GRAPH, budget_ms=1)
     assert time_call(lambda: source.sum, Clock.GRAPH, budget_ms=1).runs >= MIN_RUNS
+
+
+def test_a_run_that_waits_for_the_device_is_not_captured(monkeypatch):
+    monkeypatch.setattr(timing_module, "no_waiting", nullcontext)
+
+    def fails(message):
+        raise RuntimeError(message)
+
+    for message, kind in (
+        ("called a synchronizing CUDA operation", WaitsForDevice),
+        ("another error", RuntimeError),
+    ):
+        with pytest.raises(RuntimeError, match=message) as caught:
+            timing_module._captured(partial(fails, message), None)
+        assert type(caught.value) is kind

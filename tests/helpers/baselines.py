@@ -9,6 +9,9 @@ MODULES = {
     "reformer": "transformers",
     "local-attention": "local_attention",
     "longformer": "transformers",
+    "bigbird": "transformers",
+    "routing": "routing_transformer",
+    "sinkhorn": "sinkhorn_transformer",
 }
 
 
