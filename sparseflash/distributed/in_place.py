@@ -149,9 +149,10 @@ class BackwardInPlace:
     def run(self) -> tuple[list[Tensor | None], "deque[Return]"]:
         """The gradients of query, key and value, and those that have to be added to them.
 
-        If keys are fetched again none has to be: those of a group are added before the next group.
+        With limited memory none has to be: those of a group are added before the next group. A
+        second pass over a graph fetches keys again too, but adds in the order of the first pass.
         """
-        returning = deque[Return]()
+        returning, limited = deque[Return](), self._prepared.plan.fetches_again
         if not self._steps:  # nothing is exchanged
             self._write_of_queries(self._all_heads, self._grads, [])
             self._write_of_own_keys(self._all_heads, self._grads)
@@ -171,7 +172,7 @@ class BackwardInPlace:
             if returned is not None:
                 returned.send()
             self._write_of_own_keys(group, grads)
-            if returned is not None and self._fetched is None:
+            if returned is not None and limited:
                 self._add(returned, grads)
             elif returned is not None:
                 returning.append(returned)

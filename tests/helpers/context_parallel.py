@@ -2,6 +2,7 @@
 
 import os
 import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -112,10 +113,21 @@ def errors_in_groups(
     heads; and the number of groups that the plan needs.
     """
     given = tuple(x[:batch] for x in inputs(torch.float64, DIMS, WHOLE))
-    most = int(_plan_in_place(mask_name, strategy, shared_rows).costs.receive.max()) // BLOCK
-    limit = BLOCK * max(1, -(-most // groups))
-    plan = _plan_in_place(mask_name, strategy, shared_rows, limit)
+    plan = _plan_in_groups(mask_name, strategy, shared_rows, groups)
     return *_errors_in_place(rank, plan, given, {}), plan.least_head_groups
+
+
+def _plan_in_groups(
+    mask_name: str, strategy: str, shared_rows: tuple[int, ...], groups: int
+) -> ContextPlan:
+    whole = _plan_in_place(mask_name, strategy, shared_rows)
+    return _plan_in_place(mask_name, strategy, shared_rows, _round_of_groups(whole, groups))
+
+
+def _round_of_groups(whole: ContextPlan, groups: int) -> int:
+    """round_tokens with which heads are in about so many groups, of a plan without it."""
+    most = int(whole.costs.receive.max()) // BLOCK
+    return BLOCK * max(1, -(-most // groups))
 
 
 def _plan_in_place(
@@ -614,12 +626,35 @@ def same_bits(rank: int, split: str) -> bool:
 
 def second_backward_pass(rank: int, mask_name: str, split: str) -> bool:
     """Whether two backward passes over one graph give the same bits."""
-    plan = plan_of(mask_of(mask_name), dist.get_world_size(), "contiguous", split)
-    own = [plan.shard(x, rank, 2).requires_grad_() for x in inputs(torch.float32)[:3]]
-    out = context_parallel_attention(*own, plan).square().sum()
-    first = torch.autograd.grad(out, own, retain_graph=True)
-    second = torch.autograd.grad(out, own)
+    with _computed(split):
+        plan, own = _sharded(rank, mask_name, split)
+        out = context_parallel_attention(*own, plan).square().sum()
+        first = torch.autograd.grad(out, own, retain_graph=True)
+        second = torch.autograd.grad(out, own)
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _sharded(rank: int, mask_name: str, split: str) -> tuple[ContextPlan, list[Tensor]]:
+    """A plan, and own query, key and value.
+
+    In place there is one batch element. If the split also says "groups" there are two groups of
+    heads, and if it says "shared rows" there are rows that ranks share.
+    """
+    if split.startswith("in place"):
+        rows = (0, 6, 12) if "shared rows" in split else ()
+        groups = 2 if "groups" in split else 1
+        plan = _plan_in_groups(mask_name, "contiguous", rows, groups)
+        assert plan.head_groups(KV_HEADS) == plan.least_head_groups == groups
+        tensors = [x[:1] for x in inputs(torch.float32, DIMS, WHOLE)[:3]]
+    else:
+        plan = plan_of(mask_of(mask_name), dist.get_world_size(), "contiguous", split)
+        tensors = inputs(torch.float32)[:3]
+    return plan, [plan.shard(x, rank, 2).requires_grad_() for x in tensors]
+
+
+def _computed(split: str) -> AbstractContextManager[None]:
+    """A context in which the backend of CPUs computes plans with this split as they are."""
+    return in_place_on_cpus() if split.startswith("in place") else nullcontext()
 
 
 def gradients_with_hooks(rank: int, hooks: str, split: str) -> list[bool]:
@@ -628,8 +663,12 @@ def gradients_with_hooks(rank: int, hooks: str, split: str) -> list[bool]:
     The hooks are those of a user: what is saved is in arrays of numpy, in one buffer, or not
     at all (checkpointing).
     """
-    plan = plan_of(mask_of("causal"), dist.get_world_size(), "contiguous", split)
-    own = [plan.shard(x, rank, 2).requires_grad_() for x in inputs(torch.float32)[:3]]
+    with _computed(split):
+        return _gradients_with_hooks(rank, hooks, split)
+
+
+def _gradients_with_hooks(rank: int, hooks: str, split: str) -> list[bool]:
+    plan, own = _sharded(rank, "causal", split)
     expected = torch.autograd.grad(context_parallel_attention(*own, plan).square().sum(), own)
     buffer, used = torch.zeros(1 << 20), [0]
 

@@ -21,6 +21,10 @@ MASKS = (
     *("causal", "window and sink", "random", "empty rows", "global tokens", "documents"),
     *("head masks", "key head masks", "butterfly", "dense", "nothing"),
 )
+IN_PLACE = (
+    *("in place", "in place, shared rows"),
+    *("in place, groups", "in place, groups, shared rows"),
+)
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
@@ -304,7 +308,7 @@ def test_the_same_inputs_give_the_same_bits(two_ranks, split):
     assert two_ranks.run(cases.same_bits, split) == [True, True]
 
 
-@pytest.mark.parametrize("split", ["rows", "keys", "rounds", "shared rows"])
+@pytest.mark.parametrize("split", ["rows", "keys", "rounds", "shared rows", *IN_PLACE])
 @pytest.mark.parametrize("mask", ["random", "causal", "window and sink"])
 def test_a_second_backward_pass_fetches_what_the_first_one_freed(ranks, split, mask):
     """Both give the same bits, also where some ranks receive nothing (causal)."""
@@ -315,7 +319,7 @@ def test_a_second_backward_pass_fetches_what_the_first_one_freed(ranks, split, m
 @pytest.mark.parametrize("hooks", ["numpy", "buffer", "checkpoint"])
 def test_hooks_of_the_user_get_what_is_saved(two_ranks, hooks):
     """Nothing that they return is freed, and nothing else is saved."""
-    for split in ("rows", "keys", "shared rows"):
+    for split in ("rows", "keys", "shared rows", *IN_PLACE):
         answers = two_ranks.run(cases.gradients_with_hooks, hooks, split)
         assert answers == [[True] * 3] * 2
 
