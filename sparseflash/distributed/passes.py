@@ -59,7 +59,7 @@ class ContextParallelAttention(torch.autograd.Function):
         else:
             inputs, calls = (query, key, value), []
             out, lse, fetched = forward_in_place(prepared, prepared.in_place, inputs, shared)
-        ctx.prepared, ctx.calls, ctx.shared_call = prepared, calls, None
+        ctx.prepared, ctx.calls, ctx.shared_call = prepared.without_tensors(), calls, None
         # The first backward pass deletes what was fetched, so a later one fetches it again. All
         # ranks decide by this, and not by what they have: a rank may receive nothing.
         ctx.fetches, ctx.fetched, saved = prepared.plan.fetches_again, fetched, []

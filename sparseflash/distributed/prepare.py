@@ -65,6 +65,19 @@ class Prepared:
     block_scores: Tensor | None
     score_tensors: ScoreTensors | None
 
+    def without_tensors(self) -> "Prepared":
+        """The same call for the backward pass, which gets query, key and value from autograd.
+
+        It has tensors of the same shapes, dtype and device with the memory of one number. So hooks
+        for saved tensors, as those of checkpointing, decide whether inputs are kept in memory.
+        """
+        one = self.query.new_empty(())
+        query, key, value = (one.expand(x.shape) for x in (self.query, self.key, self.value))
+        found = replace(self, query=query, key=key, value=value)
+        calls = {name: vars(self)[name] for name in ("own", "in_place") if name in vars(self)}
+        vars(found).update(calls)  # they are cached properties, which depend on the strides too
+        return found
+
     def facts(self, query: Tensor, key: Tensor) -> dict[str, Any]:
         """Properties of the call that must be equal on all ranks, by name."""
         return {

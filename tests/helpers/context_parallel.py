@@ -2,6 +2,7 @@
 
 import os
 import random
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -691,6 +692,33 @@ def _gradients_with_hooks(rank: int, hooks: str, split: str) -> list[bool]:
     passes_ = [torch.autograd.grad(out, own, retain_graph=True) for _ in range(2)]
     equal = [all(map(torch.equal, grads, expected)) for grads in passes_]
     return [*equal, fetched == []]
+
+
+def freed_inputs(rank: int, split: str) -> list[bool]:
+    """Whether query, key and value are freed before the backward pass if a checkpoint or a hook
+    makes them anew; and whether gradients are those of calls without it.
+    """
+    with _computed(split):
+        plan, own = _sharded(rank, "causal", split)
+        memory: list[Any] = []
+
+        def call(*tensors: Tensor) -> Tensor:
+            tensors = tuple(2 * x for x in tensors)
+            memory[:] = [weakref.ref(x.untyped_storage()) for x in tensors]
+            return context_parallel_attention(*tensors, plan)
+
+        expected = torch.autograd.grad(call(*own).square().sum(), own)
+        found = []
+        for hooks in ("checkpoint", "copies"):
+            if hooks == "checkpoint":
+                out = checkpoint(call, *own, use_reentrant=False)
+            else:
+                with saved_tensors_hooks(lambda x: x.detach().clone().numpy(), torch.from_numpy):
+                    out = call(*own)
+            found.append(not any(each() for each in memory))
+            grads = torch.autograd.grad(out.square().sum(), own)
+            found.append(all(map(torch.equal, grads, expected)))
+    return found
 
 
 def shared_rows_of_one_rank(rank: int) -> tuple[str, float]:

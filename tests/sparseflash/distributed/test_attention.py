@@ -324,6 +324,12 @@ def test_hooks_of_the_user_get_what_is_saved(two_ranks, hooks):
         assert answers == [[True] * 3] * 2
 
 
+@pytest.mark.parametrize("split", ["rows", "keys", "rounds", "shared rows", *IN_PLACE])
+def test_inputs_are_freed_if_hooks_of_the_user_make_them_anew(two_ranks, split):
+    """Activation checkpointing frees query, key and value of each layer after its forward pass."""
+    assert two_ranks.run(cases.freed_inputs, split) == [[True] * 4] * 2
+
+
 def test_gradients_keep_little_more_than_their_own_memory(ranks):
     """All rows wait, so that the gradient of own keys is a part of what one kernel writes."""
     for shares in ranks.run(cases.memory_of_gradients):
