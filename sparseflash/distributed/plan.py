@@ -603,6 +603,8 @@ def _saved_plan(mask: Any, saved: Mapping[str, Any], owner: Tensor, shared: Tens
         if each not in choices:
             raise ValueError(f"{name} must be one of {choices}, got {each}")
     rounds = _checked_rounds(saved["rounds"], chosen[0], mask)
+    if chosen[0] == "in place":  # calls that are not computed so have the same limit
+        _checked_rounds(rounds, otherwise[0], mask)
     units, numbers = workload.units, check_integers("owner", owner)
     ranks = _ranks(saved["ranks"], units)
     _check_owner(numbers, units, ranks)

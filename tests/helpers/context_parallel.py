@@ -242,10 +242,10 @@ def errors_of_chunks(rank: int, pattern: str) -> dict[str, float]:
 
 
 def errors_of_heavy_keys(
-    rank: int, name: str, batch: int, dtype: torch.dtype, round_tokens: int | None = None
+    rank: int, name: str, batch: int, dtype: torch.dtype, groups: int = 1
 ) -> tuple[dict[str, float], int]:
     """`errors` in place where gradients of heavy keys are computed in chunks of queries; and the
-    number of calls for them.
+    number of calls for them. Heads are in so many groups.
     """
     first = masks.pattern(lambda q, k: (k < BLOCK) & (q >= 0))
     if name == "different in each chunk":
@@ -267,7 +267,10 @@ def errors_of_heavy_keys(
         mock.patch.object(in_place.BackwardInPlace, "_write_of_heavy_keys", counted),
     ):
         options: dict[str, Any] = {"split": "in place", "shared_rows": ()}
-        plan = make_plan(mask, ranks, "contiguous", round_tokens=round_tokens, **options)
+        plan = make_plan(mask, ranks, "contiguous", **options)
+        options["round_tokens"] = _round_of_groups(plan, groups)
+        plan = make_plan(mask, ranks, "contiguous", **options)
+        assert plan.least_head_groups == groups
         return _errors(rank, plan, (mask, None), given, {}), calls
 
 

@@ -100,7 +100,7 @@ def test_rows_in_place_in_groups_of_heads(ranks, strategy, shared):
 @pytest.mark.parametrize("name", ["alone", "with others", "different in each chunk"])
 def test_gradients_of_keys_that_all_rows_attend_are_computed_in_chunks_of_queries(ranks, name):
     """All ranks but the first receive the first key block. Batch elements have work tiles of their
-    own.
+    own. Each of two groups of heads has a call.
     """
     for batch, dtype, within in (
         *((1, torch.float64, EXACT), (1, torch.bfloat16, 0.1)),
@@ -109,6 +109,10 @@ def test_gradients_of_keys_that_all_rows_attend_are_computed_in_chunks_of_querie
         answers = ranks.run(cases.errors_of_heavy_keys, name, batch, dtype)
         check_exact([errors for errors, _ in answers], within)
         assert [calls for _, calls in answers] == [0, *[int(batch == 1)] * (len(answers) - 1)]
+    if name != "alone":  # else no rank receives more than one block
+        answers = ranks.run(cases.errors_of_heavy_keys, name, 1, torch.float64, 2)
+        check_exact([errors for errors, _ in answers])
+        assert [calls for _, calls in answers] == [0, *[2] * (len(answers) - 1)]
 
 
 @pytest.mark.parametrize("otherwise", [("rows", 1), ("rows", 4), ("keys", 1)])
