@@ -135,7 +135,9 @@ def aims(found: dict[str, dict]) -> str:
         rows = record["rows"]
         for mask in (each for each in AIMED if each in patterns(rows)):
             share, ratio = efficiency(rows, mask), over(rows, mask, "all-gather")
-            part = memory(rows, mask, LIMITED) or memory(rows, mask)
+            limit = memory(rows, mask, LIMITED)
+            part = limit or memory(rows, mask)
+            note = " with limited memory" if limit else ""
             reached = {
                 f"weak-scaling efficiency of at least {EFFICIENCY:.2f}": (
                     f"{share:.3f}",
@@ -143,7 +145,7 @@ def aims(found: dict[str, dict]) -> str:
                 ),
                 f"at least {OVER_GATHER}x an all-gather": (f"{ratio:.2f}x", ratio >= OVER_GATHER),
                 f"memory of a GPU of two at most {MEMORY} of that of one with the same sequence": (
-                    f"{part:.2f}",
+                    f"{part:.2f}{note}",
                     part <= MEMORY,
                 ),
             }

@@ -200,8 +200,9 @@ def _needed_bytes(setting: Setting, case: Case, way: Way) -> float:
         keys += 6 * case.seq_len + 4 * own
     elif case.ranks > 1:
         part = plan.part(setting.rank, setting.device, plan.head_groups(sizes.kv_heads))
-        stored = part.rounds[:2] if plan.fetches_again else part.rounds
-        keys += sum(4 * each.attended + 6 * each.received for each in stored)
+        steps = part.steps[:2] if plan.fetches_again else part.steps
+        fetched = ((4 * each.attended + 6 * each.received, heads.groups) for each, heads in steps)
+        keys += sum(math.ceil(tokens / groups) for tokens, groups in fetched)
     tokens = 7 * own * sizes.heads + keys * sizes.kv_heads
     return _over_ranks(setting, tokens * sizes.head_dim * sizes.dtype.itemsize)
 

@@ -173,6 +173,34 @@ def test_context_parallelism_has_the_records_of_a_device_and_explains_them(perfo
     assert f"| butterfly | {len(errors)} | {min(errors):+.0%} | {max(errors):+.0%} |" in page
 
 
+def test_a_plan_with_limited_memory_is_named_where_its_memory_is_shown(performance, tmp_path):
+    """The aims for time are those of the plan without a limit."""
+    times = {}
+
+    def measured(record):
+        for row in [*record["rows"]]:
+            if (row["pattern"], row["implementation"], row["ranks"]) == ("butterfly", "plan", 2):
+                slower = {"total_ms": 2 * row["total_ms"], "tflops": row["tflops"] / 2}
+                slower |= {"implementation": "plan, limited memory", "peak_bytes": 10**9}
+                record["rows"].append(row | slower)
+                times.update(plan=row["total_ms"])
+
+    aim = "memory of a GPU of two at most 0.55 of that of one with the same sequence"
+    of_two_gpus(tmp_path, "long-context-weak-128k-2")
+    page = performance.page()
+    before = [line for line in page.splitlines() if "GPU, 16 heads | butterfly" in line]
+    assert "with limited memory" not in page
+    of_two_gpus(tmp_path, "long-context-weak-128k-2", measured)
+    page = performance.page()
+    after = [line for line in page.splitlines() if "GPU, 16 heads | butterfly" in line]
+    changed = [new for old, new in zip(before, after, strict=True) if old != new]
+    assert [line.split(" | ")[0] for line in changed] == [f"| {aim}"] * len(changed)
+    assert len(changed) == 2  # H100 and H200
+    assert all(" with limited memory | yes |" in line for line in changed)
+    shown = f"| butterfly | {times['plan']:.1f} | {2 * times['plan']:.1f} | "
+    assert page.count(shown) == 2
+
+
 @pytest.mark.parametrize(("share", "reached"), [(0.897, "**no**"), (0.9001, "yes")])
 def test_an_aim_is_not_reached_by_rounding(performance, tmp_path, share, reached):
     def changed(record):

@@ -202,6 +202,20 @@ def test_what_does_not_fit_is_skipped():
     assert skipped[Way.RING].startswith("needs about 0 of 0 GB")
 
 
+def test_a_plan_with_limited_memory_needs_the_keys_of_two_groups_of_heads():
+    sizes = Attention(16, 16, 64, dtype=torch.bfloat16)
+    setting = measurement.Setting(Kind.STRONG, sizes, mock.Mock(), 0, torch.device("cpu"))
+    (case,) = cases(Kind.STRONG, 32768, [2], 1024, ["butterfly"], 16)
+    received = int(case.plans[Way.PLAN].costs.receive[0])
+    with mock.patch.object(measurement, "_over_ranks", lambda _, number: number):
+        needed = [
+            measurement._needed_bytes(setting, case, way) / (16 * 64 * 2)
+            for way in (Way.PLAN, Way.LIMITED)
+        ]
+    # Of each fetched key and value there are their gradients and copies: 10 tensors of all heads.
+    assert needed[0] - needed[1] == pytest.approx(10 * received * 6 / 8)
+
+
 def test_memory_is_limited_by_groups_of_key_heads_where_many_keys_are_received():
     for kv_heads, groups in ((16, 8), (4, 4), (1, None)):
         (case,) = cases(Kind.STRONG, 32768, [2], 1024, ["butterfly"], kv_heads)
