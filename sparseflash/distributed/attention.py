@@ -68,9 +68,9 @@ def context_parallel_attention(
     of the group must call the function, in the same order, with equal options, and with the same
     ones of bias, key_lengths and mask. All must run the backward pass if one of them does.
 
-    If the plan has one round, the fetched keys and values are saved for the backward pass. If it
-    has several, they are fetched again, and at most the keys and values of two rounds are in
-    memory. Equal inputs give equal bits.
+    The fetched keys and values are saved for the backward pass. If the plan has round_tokens and
+    needs several rounds, they are fetched again, and at most the keys and values of two rounds are
+    in memory. Equal inputs give equal bits.
 
     Args:
         query: (batch, heads, tokens of this rank, head_dim); the tokens of plan.positions(rank).

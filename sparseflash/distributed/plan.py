@@ -64,13 +64,14 @@ class ContextPlan(Caching):
         strategy: Name of the strategy that assigned units to ranks; "own" for an assignment by
             the caller.
         owner: int64 (units,), the rank that owns each unit of max(block_size) tokens.
-        round_tokens: Largest number of key tokens that a rank receives in a round; None for one
-            round. With split "in place" a round has all tokens for a group of heads, and no more
-            bytes.
+        round_tokens: Largest number of key tokens that a rank receives in a round; None for no
+            limit. With split "in place" a round brings all tokens for a group of heads, and at
+            most as many bytes as round_tokens tokens have for all heads.
         split: "rows" if rows that attend fetched keys wait for them. "in place" if they do, and
             results are written and keys read where they lie. "keys" if every row attends own keys
             first and fetched keys later, and the results are merged.
-        groups: Largest number of groups in which the heads of one mask are fetched.
+        groups: Largest number of groups in which the heads of one mask are fetched if
+            round_tokens is None; `head_groups` counts those of a call.
         shared: int64, the block rows that all ranks share: each rank computes their attention to
             its own keys, and the owner of a row merges the results.
         otherwise: With split "in place", (split, groups) of calls that are not computed so.
@@ -285,10 +286,12 @@ class ContextPlan(Caching):
 
     @cached_property
     def num_rounds(self) -> int:
-        """All-to-alls of one pass, the same on every rank; 0 if no rank fetches keys."""
+        """All-to-alls of one pass for each group of heads, the same on every rank; 0 if no rank
+        fetches keys.
+        """
         if self._distances:
             return len(self._distances)
-        if self.split == "in place":  # in as many rounds as there are groups of heads
+        if self.split == "in place":  # round_tokens makes groups of heads
             return int(self.costs.traffic.any())
         return self._least_rounds
 
@@ -431,6 +434,7 @@ class ContextPlan(Caching):
         return (
             f"ContextPlan(ranks={self.ranks}, strategy={self.strategy!r}, "
             f"split={self.split!r}, groups={self.groups}, rounds={self.num_rounds}, "
+            f"round_tokens={self.round_tokens}, "
             f"shared_rows={len(self.shared)}, imbalance={report.imbalance:.2f}, "
             f"moves={report.share:.2%} of an all-gather, at least {report.least_share:.2%}, "
             f"mask={self.mask})"
@@ -498,10 +502,10 @@ def make_plan(
             strategies with about the least predicted time, the first with about the least traffic.
         round_tokens: Largest number of tokens whose keys and values a rank receives at a time, at
             least one block; it receives further tokens in later rounds, and all of them once more
-            in the backward pass. By default there is one round. With split "in place" a round has
-            all tokens for some of the heads, and at most as many bytes as round_tokens tokens have
-            for all heads. If there are too few key heads for that, or several batch elements, the
-            call is computed by keys.
+            in the backward pass. By default there is no limit. With split "in place" a round
+            brings all tokens for some of the heads, and at most as many bytes as round_tokens
+            tokens have for all heads. If that takes several rounds, calls with too few key heads
+            for it, or with several batch elements, are computed by keys.
         split: With "rows", rows that attend fetched keys wait for them, one group of heads after
             another, and attend own and fetched keys in one kernel. With "keys", every row attends
             own keys during the exchange and fetched keys after it, and the results are merged.
@@ -509,7 +513,7 @@ def make_plan(
             keys are read where they lie or arrive. All heads must have one mask, with whole
             blocks. Calls with dropout, a score function, a bias, key lengths or a DynamicMask, and
             those that the backend "hopper" does not compute in blocks of 128, are computed by rows
-            or by keys, whichever has less predicted time.
+            or by keys, whichever has less predicted time, or by keys if round_tokens is given.
             "auto" is the split with less predicted time; if round_tokens is given, "in place" if
             the mask allows it, else "keys".
         shared_rows: Block rows, ascending, that all ranks share: each rank computes their

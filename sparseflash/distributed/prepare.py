@@ -69,7 +69,7 @@ class Prepared:
         """The same call for the backward pass, which gets query, key and value from autograd.
 
         It has tensors of the same shapes, dtype and device with the memory of one number. So hooks
-        for saved tensors, as those of checkpointing, decide whether inputs are kept in memory.
+        for saved tensors, as those of checkpointing, decide whether inputs remain in memory.
         """
         one = self.query.new_empty(())
         query, key, value = (one.expand(x.shape) for x in (self.query, self.key, self.value))
@@ -121,7 +121,7 @@ class Prepared:
     def in_place(self) -> InPlaceCalls | None:
         """The calls of split "in place"; None with another split, and for calls that depend on
         positions in the sequence, that the backend cannot compute so, or that cannot be divided
-        into enough groups of heads. The LSE of a group is consecutive only without a batch.
+        into enough groups of heads. The LSE of a group is contiguous only without a batch.
         """
         options, extras = AttentionOptions(**self.options), (self.mask, self.lengths, self.bias)
         whole = options.dropout_p == 0 and options.score is None and extras == (None,) * 3

@@ -20,8 +20,8 @@ class Report:
 
     In the forward pass the ranks exchange keys and values, and for shared rows the queries, O and
     LSE. In the backward pass they return the gradients of keys and values, which have as many
-    bytes, and fetch the keys and values again if there are several rounds. For shared rows they
-    exchange O, LSE, their gradients, and dQ.
+    bytes, and fetch the keys and values again if round_tokens makes several rounds. For shared
+    rows they exchange O, LSE, their gradients, and dQ.
 
     Attributes:
         strategy, split: Strategy and split of the plan.

@@ -699,7 +699,7 @@ def _gradients_with_hooks(rank: int, hooks: str, split: str) -> list[bool]:
 
 def freed_inputs(rank: int, split: str) -> list[bool]:
     """Whether query, key and value are freed before the backward pass if a checkpoint or a hook
-    makes them anew; and whether gradients are those of calls without it.
+    computes or copies them; and whether gradients are those of calls without it.
     """
     with _computed(split):
         plan, own = _sharded(rank, "causal", split)

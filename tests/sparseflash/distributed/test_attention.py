@@ -85,7 +85,7 @@ def test_rows_in_place(ranks, strategy, shared):
 @pytest.mark.parametrize("strategy", ["contiguous", "shuffled"])
 @pytest.mark.parametrize("shared", [(), (0, 6, 12)], ids=["no shared rows", "shared rows"])
 def test_rows_in_place_in_groups_of_heads(ranks, strategy, shared):
-    """There are two key heads. The LSE of a group is consecutive if there is one batch element."""
+    """There are two key heads. The LSE of a group is contiguous if there is one batch element."""
     needed = set()
     for mask in ("butterfly", "causal", "empty rows", "global tokens", "nothing"):
         for groups, batch in ((2, 1), (3, 1), (2, 2)):
@@ -329,7 +329,7 @@ def test_hooks_of_the_user_get_what_is_saved(two_ranks, hooks):
 
 
 @pytest.mark.parametrize("split", ["rows", "keys", "rounds", "shared rows", *IN_PLACE])
-def test_inputs_are_freed_if_hooks_of_the_user_make_them_anew(two_ranks, split):
+def test_inputs_are_freed_if_hooks_of_the_user_compute_or_copy_them(two_ranks, split):
     """Activation checkpointing frees query, key and value of each layer after its forward pass."""
     assert two_ranks.run(cases.freed_inputs, split) == [[True] * 4] * 2
 

@@ -462,13 +462,14 @@ def test_a_saved_plan_that_cannot_be_in_place_is_named(tmp_path):
 
 
 def test_a_saved_plan_in_place_with_limited_memory_comes_back(tmp_path):
-    """By rows, memory cannot be limited, and calls that are not computed in place would be wrong."""
+    """By rows memory is not limited: calls that are not computed in place would be wrong."""
     path = tmp_path / "plan.safetensors"
     options = {"split": "in place", "round_tokens": 512}
     plan = make_plan(masks.butterfly()(4096, 64), 2, "contiguous", **options)
     plan.save(path)
     loaded = ContextPlan.load(path)
     assert (loaded.digest, loaded.head_groups(8)) == (plan.digest, plan.head_groups(8))
+    assert "split='in place', groups=1, rounds=1, round_tokens=512" in repr(loaded)
     assert loaded.not_in_place.digest == plan.not_in_place.digest
     replace(plan, otherwise=("rows", 1)).save(path)
     with pytest.raises(ValueError, match='round_tokens must be None with split "rows", got 512'):
