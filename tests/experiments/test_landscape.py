@@ -94,7 +94,8 @@ def test_the_suite_on_a_cpu(tmp_path, monkeypatch):
     ours = ("sparseflash", "full"), ("sparseflash", "local(16)")
     assert {*ours, *((name, "full") for name in measured)} <= found.keys()
     assert tuple(found)[:2] == ours
-    assert all(line.keys() == {64, 128} for line in found.values())
+    expected = {"longformer": {128}}  # it cannot compute 64 tokens
+    assert all(line.keys() == expected.get(name, {64, 128}) for (name, _), line in found.items())
     left_out = {implementation for implementation, *_ in record.skipped}
     assert {name for name, _ in found} | left_out >= {b.value for b in Baseline if b.approximate}
     parts = [r.implementation for r in record.rows if r.suite == "parts"]
