@@ -215,8 +215,9 @@ class Call:
         results: (out, lse) to which the forward pass writes instead of new tensors. Which block
             rows it writes depends on spec.skips_empty_rows alone, so calls for different rows can
             have the same results.
-        gradients: Memory of the gradients of query, key and value, of any strides, in which the
-            backward pass returns those that are needed; None for a new tensor.
+        gradients: Memory of the gradients of query, key and value, in which the backward pass
+            returns those that are needed; None for a new tensor. The dims of a head are
+            contiguous, as in `results`; other strides may be any.
         shared: A list in which a backward pass saves what the backward passes of other calls with
             the same query, out, lse and gradients of these need too; empty at first, or None.
     """

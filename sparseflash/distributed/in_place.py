@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from sparseflash.dispatch.call import Call, Saved, empty_like, empty_out
+from sparseflash.dispatch.call import Call, Saved, empty_out
 from sparseflash.distributed.fetch import Fetch, Return
 from sparseflash.distributed.part import Heads, Step, in_chunks, repeated
 from sparseflash.distributed.prepare import InPlaceCalls, Prepared
@@ -36,7 +36,7 @@ def forward_in_place(
     steps, at_once = prepared.part.steps, not prepared.plan.fetches_again
     fetches = deque(Fetch(prepared, key, value, x) for x in (steps if at_once else steps[:1]))
     wide = torch.promote_types(query.dtype, torch.float32)
-    out, lse = empty_out(query, value), query.new_empty(query.shape[:3], dtype=wide)
+    out, lse = _unwritten(query, value), query.new_empty(query.shape[:3], dtype=wide)
     if masks.has_empty_rows:
         out.zero_()
         lse.fill_(-math.inf)
@@ -143,7 +143,7 @@ class BackwardInPlace:
         self._steps, self._widened = prepared.part.steps, widened
         self._all_heads, self._of_keys = _Group(saved, *grads), needs[1:]
         self._grads = [
-            empty_like(x) if needed else None for x, needed in zip(saved, needs, strict=False)
+            _unwritten(x, x) if needed else None for x, needed in zip(saved, needs, strict=False)
         ]
 
     def run(self) -> tuple[list[Tensor | None], "deque[Return]"]:
@@ -251,6 +251,17 @@ class BackwardInPlace:
         for grad, total in zip(grads, totals, strict=True):
             if grad is not None and total is not None and total is not grad:
                 grad.copy_(total)
+
+
+def _unwritten(like: Tensor, dims_of: Tensor) -> Tensor:
+    """Memory in the layout of an input, with the dims of another one.
+
+    If the dims of a head are not contiguous in the input, kernels copy it, but they cannot write
+    to such memory. Then the layout is contiguous.
+    """
+    if like.stride(3) != 1:
+        return like.new_empty(*like.shape[:3], dims_of.shape[3])
+    return empty_out(like, dims_of)
 
 
 def _of_heads(heads: Heads, *tensors: Tensor) -> tuple[Tensor, ...]:

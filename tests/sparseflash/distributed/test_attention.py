@@ -168,6 +168,12 @@ def test_simulated_kernels_of_ranks(ranks, mask, strategy, split, kv_heads):
     check_exact(answers, within=0.015)
 
 
+def test_simulated_kernels_write_where_the_dims_of_a_head_are_contiguous(two_ranks):
+    """Query, key and value have another layout, which kernels copy; there are groups of heads."""
+    case = ("butterfly", "contiguous", "in place, strided", 2)
+    check_exact(two_ranks.run(cases.errors_of_simulated_kernels, *case), within=0.015)
+
+
 @pytest.mark.parametrize("split", ["keys", "rounds", "rows"])
 def test_rows_that_kernels_leave_unwritten_are_not_read(ranks, split):
     unwritten = 0
