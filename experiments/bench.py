@@ -123,8 +123,7 @@ def main(
             help="Part of the name of the record, after that of the suite, for a record of some"
             " implementations or sizes: small letters, digits and hyphens.",
             show_default=False,
-            parser=parse_name,
-            metavar="NAME",
+            parser=parse_name,  # with a metavar, typer 0.27 takes this for the name of the option
         ),
     ] = None,
     output: Output = RESULTS,
