@@ -120,10 +120,12 @@ def main(
     name: Annotated[
         str | None,
         typer.Option(
+            "--name",  # typer 0.27 would take the metavar for it
             help="Part of the name of the record, after that of the suite, for a record of some"
             " implementations or sizes: small letters, digits and hyphens.",
             show_default=False,
-            parser=parse_name,  # with a metavar, typer 0.27 takes this for the name of the option
+            parser=parse_name,
+            metavar="NAME",
         ),
     ] = None,
     output: Output = RESULTS,
