@@ -65,7 +65,8 @@ class Exchange:
         with _explain_errors(self._what):
             cast(dist.Work, self._work).wait()
         received = self._received
-        del self._source, self._received  # they are freed when the caller is done with them
+        # They are freed when the caller is done with them. The work of NCCL refers to them, too.
+        del self._source, self._received, self._work
         return received
 
 
