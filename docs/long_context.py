@@ -184,7 +184,8 @@ def limited(rows: Rows) -> str:
     head += ["over one GPU with the same sequence", "limited"]
     text = (
         "With limited memory (`round_tokens`) heads are exchanged in groups, and once more in the "
-        "backward pass:"
+        "backward pass. Each group has kernels and exchanges of its own, which Python launches, so "
+        "small groups take longer:"
     )
     return "\n\n".join([text, table(head, lines)]) if lines else ""
 
@@ -209,16 +210,20 @@ def reasons(rows: Rows, grouped: Rows) -> str:
     narrow = row_of(grouped, "butterfly", "plan", 2)
     moved = plan["counted_mb"]
     own, fetched = window["peak_bytes"] / 1e6, plan["peak_bytes"] / 1e6
+    few = ""
+    if "window" in patterns(grouped):
+        gathered = row_of(grouped, "window", "plan", 2)["gathered_mb"]
+        few = (
+            f" With 4 key heads the efficiency is {efficiency(grouped, 'window'):.2f}. But there an "
+            f"all-gather receives only {gathered:.0f} MB, so that a plan of efficiency 1 would be "
+            f"{most_over(grouped, 'window'):.2f} times as fast, and {OVER_GATHER} cannot be reached "
+            "at this size. This bound is (compute + gather) / compute, for every mask."
+        )
     parts = [
         f"**Window.** With 16 key heads a GPU receives {window['counted_mb']:.0f} MB instead of "
         f"{window['gathered_mb']:,.0f} while it computes. "
         f"The efficiency is {efficiency(rows, 'window'):.2f}, and the plan is "
-        f"{over(rows, 'window', 'all-gather'):.2f} times as fast as the all-gather. With 4 key "
-        f"heads the efficiency is {efficiency(grouped, 'window'):.2f}. But there an all-gather "
-        f"receives only {row_of(grouped, 'window', 'plan', 2)['gathered_mb']:.0f} MB, so that a "
-        f"plan of efficiency 1 would be {most_over(grouped, 'window'):.2f} times as fast, and 1.3 "
-        "cannot be reached at this size. This bound is (compute + gather) / compute, for every "
-        "mask.",
+        f"{over(rows, 'window', 'all-gather'):.2f} times as fast as the all-gather.{few}",
         f"**Butterfly.** A GPU receives {moved:.0f} MB, "
         f"{moved / plan['gathered_mb']:.0%} of what an all-gather does, and sends as many "
         f"gradients, which takes at least {moved / NVLINK:.1f} ms in each pass at the {NVLINK} "
