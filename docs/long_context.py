@@ -214,10 +214,10 @@ def reasons(rows: Rows, grouped: Rows) -> str:
     if "window" in patterns(grouped):
         gathered = row_of(grouped, "window", "plan", 2)["gathered_mb"]
         few = (
-            f" With 4 key heads the efficiency is {efficiency(grouped, 'window'):.2f}. But there an "
-            f"all-gather receives only {gathered:.0f} MB, so that a plan of efficiency 1 would be "
-            f"{most_over(grouped, 'window'):.2f} times as fast, and {OVER_GATHER} cannot be reached "
-            "at this size. This bound is (compute + gather) / compute, for every mask."
+            f" With 4 key heads the efficiency is {efficiency(grouped, 'window'):.2f}. But there "
+            f"an all-gather receives only {gathered:.0f} MB, so that a plan of efficiency 1 would "
+            f"be {most_over(grouped, 'window'):.2f} times as fast, and {OVER_GATHER} cannot be "
+            "reached at this size. This bound is (compute + gather) / compute, for every mask."
         )
     parts = [
         f"**Window.** With 16 key heads a GPU receives {window['counted_mb']:.0f} MB instead of "
