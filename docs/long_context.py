@@ -184,8 +184,8 @@ def limited(rows: Rows) -> str:
     head += ["over one GPU with the same sequence", "limited"]
     text = (
         "With limited memory (`round_tokens`) heads are exchanged in groups, and once more in the "
-        "backward pass. Each group has kernels and exchanges of its own, which Python launches, so "
-        "small groups take longer:"
+        "backward pass. Each group has kernels and exchanges of its own, which Python launches, "
+        "so small groups take longer:"
     )
     return "\n\n".join([text, table(head, lines)]) if lines else ""
 
