@@ -12,7 +12,7 @@ from experiments.long_context.baselines import ring_plan
 from experiments.long_context.choices import Kind, Way
 from masks import BlockMask, Pattern
 from sparseflash.distributed import ContextPlan, make_plan
-from sparseflash.distributed.plan import FETCH_COST
+from sparseflash.distributed.model import FETCH_COST
 from sparseflash.distributed.simulation import Attention, Demand, Machine, Prediction, predict
 
 BLOCK = 128

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sparseflash.distributed.attention import context_parallel_attention
-    from sparseflash.distributed.plan import ContextPlan, make_plan
+    from sparseflash.distributed.plan import ContextPlan
+    from sparseflash.distributed.planning import make_plan
     from sparseflash.distributed.report import Report
     from sparseflash.distributed.transport import gather
 
@@ -16,7 +17,7 @@ _MODULES = {
     "Report": "report",
     "context_parallel_attention": "attention",
     "gather": "transport",
-    "make_plan": "plan",
+    "make_plan": "planning",
 }
 
 

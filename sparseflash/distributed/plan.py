@@ -1,54 +1,46 @@
 """ContextPlan: how a sequence is sharded over ranks, and which key blocks the ranks exchange.
 
-A plan follows from the mask and from the assignment of units to ranks. So every rank makes the
-same plan without communication.
+A plan follows from the mask and from the assignment of units to ranks, which `planning` chooses.
+So every rank makes the same plan without communication.
 """
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 import masks
 from masks import BlockMask
 from masks._parse import UNREADABLE
 from masks.arguments import check_floating_dtype, check_integer, check_integers
-from masks.mask_batch import check_block_mask
 from masks.registry import Caching
 from masks.serialize import read_json
-from sparseflash.distributed.assign import (
-    NO_ROWS,
-    STRATEGIES,
-    Split,
-    Strategy,
-    Workload,
-    heavy_rows,
-)
+from sparseflash.distributed.assign import NO_ROWS, Split, Workload
 from sparseflash.distributed.model import (
     CHOICES,
-    FETCH_COST,
     can_be_in_place,
-    choose_split,
     copied_tokens,
     pairwise_distances,
 )
 from sparseflash.distributed.part import Fetches, Heads, Part, part_of, shared_rows_of
+from sparseflash.distributed.plan_arguments import (
+    check_owner,
+    check_plan_mask,
+    checked_rounds,
+    checked_rows,
+    ranks_of,
+)
 from sparseflash.distributed.report import Report, report_of
 from sparseflash.distributed.traffic import Assignment, Costs
 
-ABOUT = 1.05  # predicted times, or traffic, within this factor count as equal
 HEADER = "context_plan"  # the key of the safetensors metadata
 
 
@@ -478,123 +470,9 @@ class ContextPlan(Caching):
         return (self.owner[self.workload.rows] == rank).nonzero().flatten()
 
 
-def make_plan(
-    mask: BlockMask,
-    ranks: int | ProcessGroup | DeviceMesh,
-    strategy: str | Sequence[int] | Tensor = "auto",
-    *,
-    round_tokens: int | None = None,
-    split: Split | Literal["auto"] = "auto",
-    shared_rows: Sequence[int] | Tensor | None = None,
-    fetch_cost: float = FETCH_COST,
-) -> ContextPlan:
-    """Makes a context plan: which tokens each rank owns, and which keys the ranks exchange.
-
-    Every rank that calls it with equal arguments gets an equal plan, without communication. The
-    plan is cached with the mask.
-
-    Args:
-        mask: The mask of the whole sequence, with as many queries as keys.
-        ranks: Number of ranks, at most one for each unit of max(block_size) tokens; or the process
-            group or one-dimensional mesh of these ranks.
-        strategy: "contiguous", "zigzag", "zigzag by document", "balanced chunks", "contiguous with
-            repair", "graph growing", or a list with the rank of each unit. "auto" takes, of the
-            strategies with about the least predicted time, the first with about the least traffic.
-        round_tokens: Largest number of tokens whose keys and values a rank receives at a time, at
-            least one block; it receives further tokens in later rounds, and all of them once more
-            in the backward pass. By default there is no limit. With split "in place" a round
-            brings all tokens for some of the heads, and at most as many bytes as round_tokens
-            tokens have for all heads. If that takes several rounds, calls with too few key heads
-            for it, or with several batch elements, are computed by keys.
-        split: With "rows", rows that attend fetched keys wait for them, one group of heads after
-            another, and attend own and fetched keys in one kernel. With "keys", every row attends
-            own keys during the exchange and fetched keys after it, and the results are merged.
-            "in place" is like "rows" without copies: each row is written where it belongs, and
-            keys are read where they lie or arrive. All heads must have one mask, with whole
-            blocks. Calls with dropout, a score function, a bias, key lengths or a DynamicMask, and
-            those that the backend "hopper" does not compute in blocks of 128, are computed by rows
-            or by keys, whichever has less predicted time, or by keys if round_tokens is given.
-            "auto" is the split with less predicted time; if round_tokens is given, "in place" if
-            the mask allows it, else "keys".
-        shared_rows: Block rows, ascending, that all ranks share: each rank computes their
-            attention to its own keys, and the owner merges the results. By default rows that
-            attend far more keys than others, such as those of global tokens, if this takes no
-            more time and has less traffic. A DynamicMask cannot select from a plan with shared
-            rows.
-        fetch_cost: For "auto": the time to fetch one block of keys and values of all heads, over
-            the time to compute one non-zero block of all heads, forward and backward. If a
-            DynamicMask selects k of n blocks, computing takes k / n of the time: use 4 n / k. With
-            fewer key heads than heads, use 4 kv_heads / heads.
-
-    Returns:
-        The plan.
-
-    Raises:
-        TypeError, ValueError: An argument is invalid; the message names it.
-    """
-    _check_mask(mask)
-    ranks = _ranks(ranks, Workload(mask).units)
-    if not isinstance(fetch_cost, int | float) or not 0 < fetch_cost < math.inf:
-        raise ValueError(f"fetch_cost must be a positive number, got {fetch_cost!r}")
-    round_tokens = _checked_rounds(round_tokens, split, mask)
-    chosen = None if shared_rows is None else _checked_rows(shared_rows, mask.grid.nq)
-    named = strategy if isinstance(strategy, str) else tuple(check_integers("strategy", strategy))
-    key = (ranks, named, round_tokens, split, chosen, float(fetch_cost))
-    if ("context plan", *key) not in mask.cache:
-        mask.cache["context plan", *key] = _planned(mask.to("cpu"), *key)
-    return mask.cache["context plan", *key]
-
-
-def _planned(
-    mask: BlockMask,
-    ranks: int,
-    strategy: str | tuple[int, ...],
-    round_tokens: int | None,
-    split: Split | Literal["auto"],
-    shared_rows: tuple[int, ...] | None,
-    fetch_cost: float,
-) -> ContextPlan:
-    """The plan for arguments that have been checked."""
-    workloads = [Workload.of(mask, torch.tensor(shared_rows or (), dtype=torch.int64))]
-    if shared_rows is None and ranks > 1 and len(heavy := heavy_rows(mask)):
-        workloads.append(Workload.of(mask, heavy))
-    strategies = _strategies(strategy, mask, ranks)
-    name, assignment = _fastest(workloads, strategies, ranks, fetch_cost)
-    possible = can_be_in_place(assignment.workload)
-    if split == "in place" and not possible:
-        raise ValueError(
-            'split must be "auto", "rows" or "keys" if heads have different masks or a block '
-            f'is clipped, got "in place" for {mask}'
-        )
-    chosen: tuple[Split, int] = ("keys", 1)
-    otherwise: tuple[Split, int] = ("rows", 1)
-    if round_tokens is None:
-        chosen = choose_split(assignment, fetch_cost, split)
-        if chosen[0] == "in place":
-            otherwise = choose_split(assignment, fetch_cost, "not in place")
-    elif split == "in place" or (split == "auto" and possible and assignment.costs.traffic.any()):
-        chosen, otherwise = ("in place", 1), chosen
-    assigned = (mask, ranks, name, assignment.owner, round_tokens)
-    plan = ContextPlan(*assigned, *chosen, assignment.workload.shared, otherwise)
-    return plan.with_assignment(assignment)
-
-
-def _strategies(
-    strategy: str | tuple[int, ...], mask: BlockMask, ranks: int
-) -> dict[str, Strategy]:
-    """The strategies to choose from, by name."""
-    if not isinstance(strategy, str):
-        _check_owner(strategy, Workload(mask).units, ranks)
-        owner = torch.tensor(strategy)
-        return {"own": lambda *_: owner}
-    if strategy not in (*STRATEGIES, "auto"):
-        raise ValueError(f"strategy must be auto or one of {[*STRATEGIES]}, got {strategy!r}")
-    return {name: each for name, each in STRATEGIES.items() if strategy in (name, "auto")}
-
-
 def _saved_plan(mask: Any, saved: Mapping[str, Any], owner: Tensor, shared: Tensor) -> ContextPlan:
     """The plan in the contents of a file. Raises if a part is missing or invalid."""
-    _check_mask(mask)
+    check_plan_mask(mask)
     chosen = saved["split"], check_integer("groups", saved["groups"])
     otherwise = tuple(saved.get("otherwise", ("rows", 1)))
     not_in_place = tuple(choice for choice in CHOICES if choice[0] != "in place")
@@ -606,22 +484,16 @@ def _saved_plan(mask: Any, saved: Mapping[str, Any], owner: Tensor, shared: Tens
     ):
         if each not in choices:
             raise ValueError(f"{name} must be one of {choices}, got {each}")
-    rounds = _checked_rounds(saved["rounds"], chosen[0], mask)
+    rounds = checked_rounds(saved["rounds"], chosen[0], mask)
     if chosen[0] == "in place":  # calls that are not computed so have the same limit
-        _checked_rounds(rounds, otherwise[0], mask)
+        checked_rounds(rounds, otherwise[0], mask)
     units, numbers = workload.units, check_integers("owner", owner)
-    ranks = _ranks(saved["ranks"], units)
-    _check_owner(numbers, units, ranks)
-    rows = torch.tensor(_checked_rows(shared, mask.grid.nq), dtype=torch.int64)
+    ranks = ranks_of(saved["ranks"], units)
+    check_owner(numbers, units, ranks)
+    rows = torch.tensor(checked_rows(shared, mask.grid.nq), dtype=torch.int64)
     name = str(saved["strategy"])
     assigned = (mask, ranks, name, torch.tensor(numbers), rounds)
     return ContextPlan(*assigned, *chosen, rows, otherwise)
-
-
-def _check_mask(mask: Any) -> None:
-    check_block_mask(mask)
-    if mask.grid.q_len != mask.grid.k_len:
-        raise ValueError(f"mask must have as many queries as keys, got {mask.seq_len}")
 
 
 def _check_tokens(name: str, tensor: Any, dim: Any, count: int, tokens: str) -> None:
@@ -631,79 +503,3 @@ def _check_tokens(name: str, tensor: Any, dim: Any, count: int, tokens: str) -> 
     dim = check_integer("dim", dim, least=-tensor.dim(), most=tensor.dim() - 1)
     if tensor.shape[dim] != count:
         raise ValueError(f"{name} must have {tokens} in dim {dim}, got {tuple(tensor.shape)}")
-
-
-def _checked_rounds(round_tokens: int | None, split: str, mask: BlockMask) -> int | None:
-    if split not in ("auto", "in place", "rows", "keys"):
-        raise ValueError(f'split must be "auto", "in place", "rows" or "keys", got {split!r}')
-    if round_tokens is None:
-        return None
-    if split == "rows":
-        raise ValueError(f'round_tokens must be None with split "rows", got {round_tokens}')
-    return check_integer("round_tokens", round_tokens, least=mask.grid.bk)
-
-
-def _fastest(
-    workloads: Sequence[Workload],
-    strategies: Mapping[str, Strategy],
-    ranks: int,
-    fetch_cost: float,
-) -> tuple[str, Assignment]:
-    """Of choices with about the least predicted time, the first with about the least traffic."""
-    candidates: list[tuple[str, Assignment]] = []
-    for workload in workloads:
-        for name, assign in strategies.items():
-            owner = assign(workload, ranks)
-            equal = (
-                each
-                for _, each in candidates
-                if each.workload is workload and each.owner.equal(owner)
-            )
-            assigned = next(equal, None) or Assignment(workload, owner, ranks)
-            candidates.append((name, assigned))
-    # The time of the blocks is a lower bound, for which no traffic is counted.
-    bounds = [float(each.blocks.max()) / each.workload.mask.num_heads for _, each in candidates]
-    times, least = [math.inf] * len(candidates), math.inf
-    for index in sorted(range(len(candidates)), key=bounds.__getitem__):
-        if bounds[index] > ABOUT * least:
-            break
-        _, each = candidates[index]
-        mask = each.workload.mask
-        times[index] = each.costs.time(mask.num_heads, mask.grid.bk, fetch_cost)
-        least = min(least, times[index])
-    fast_enough = [
-        (float(each.costs.moved[0].sum()), (name, each))
-        for time, (name, each) in zip(times, candidates, strict=True)
-        if time <= ABOUT * least
-    ]
-    least = min(traffic for traffic, _ in fast_enough)
-    return next(choice for traffic, choice in fast_enough if traffic <= ABOUT * least)
-
-
-def _checked_rows(rows: Sequence[int] | Tensor, count: int) -> tuple[int, ...]:
-    numbers = tuple(check_integers("shared_rows", rows))
-    inside = all(0 <= row < count for row in numbers)
-    if not inside or any(later <= row for row, later in pairwise(numbers)):
-        raise ValueError(
-            f"shared_rows must be block rows from 0 to {count - 1}, ascending, got {list(numbers)}"
-        )
-    return numbers
-
-
-def _ranks(ranks: int | ProcessGroup | DeviceMesh, units: int) -> int:
-    if isinstance(ranks, (ProcessGroup, DeviceMesh)):
-        if isinstance(ranks, DeviceMesh) and ranks.ndim != 1:
-            raise ValueError(f"ranks must be a mesh of one dimension, got {ranks}")
-        ranks = ranks.size()
-    ranks = check_integer("ranks", ranks, least=1)
-    if ranks > units:
-        raise ValueError(f"ranks must be at most the {units} units of the mask, got {ranks}")
-    return ranks
-
-
-def _check_owner(owner: Sequence[int], units: int, ranks: int) -> None:
-    if len(owner) != units or set(owner) != set(range(ranks)):
-        raise ValueError(
-            f"strategy must assign each of {units} units to one of {ranks} ranks, and a unit to "
-            f"every rank, got {len(owner)} of {sorted(set(owner))}"
-        )

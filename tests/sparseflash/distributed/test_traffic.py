@@ -11,7 +11,7 @@ import masks
 from sparseflash.distributed import ContextPlan, make_plan, traffic
 from sparseflash.distributed.assign import NO_ROWS, STRATEGIES, Workload, heavy_rows
 from sparseflash.distributed.model import FETCH_COST, copied_tokens
-from sparseflash.distributed.plan import ABOUT
+from sparseflash.distributed.planning import ABOUT
 from sparseflash.distributed.simulation import Attention, Machine, predict
 from sparseflash.distributed.traffic import Assignment
 
