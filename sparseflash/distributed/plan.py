@@ -423,9 +423,10 @@ class ContextPlan(Caching):
 
     def __repr__(self) -> str:
         report = self.report()
+        groups = self.least_head_groups if self.split == "in place" else self.groups
         return (
             f"ContextPlan(ranks={self.ranks}, strategy={self.strategy!r}, "
-            f"split={self.split!r}, groups={self.groups}, rounds={self.num_rounds}, "
+            f"split={self.split!r}, groups={groups}, rounds={self.num_rounds}, "
             f"round_tokens={self.round_tokens}, "
             f"shared_rows={len(self.shared)}, imbalance={report.imbalance:.2f}, "
             f"moves={report.share:.2%} of an all-gather, at least {report.least_share:.2%}, "

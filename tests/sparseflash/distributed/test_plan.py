@@ -336,7 +336,7 @@ def test_a_saved_plan_in_place_with_limited_memory_comes_back(tmp_path):
     plan.save(path)
     loaded = ContextPlan.load(path)
     assert (loaded.digest, loaded.head_groups(8)) == (plan.digest, plan.head_groups(8))
-    assert "split='in place', groups=1, rounds=1, round_tokens=512" in repr(loaded)
+    assert "split='in place', groups=4, rounds=1, round_tokens=512" in repr(loaded)
     assert loaded.not_in_place.digest == plan.not_in_place.digest
     replace(plan, otherwise=("rows", 1)).save(path)
     with pytest.raises(ValueError, match='round_tokens must be None with split "rows", got 512'):
