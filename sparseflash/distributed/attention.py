@@ -127,8 +127,7 @@ def context_parallel_attention(
         out, lse = _with_shared_heads(*shared, **keywords)
         return (out, lse) if return_lse else out
     process_group = process_group_of(group, plan.ranks)
-    listed = () if score_tensors is None else score_tensors
-    arguments = (mask, key_lengths, bias, sinks, seed, listed, options)
+    arguments = (mask, key_lengths, bias, sinks, seed, score_tensors, options)
     if check is None:
         check = ("agreed", process_group) not in plan.cache
     try:

@@ -321,7 +321,7 @@ def prepare(
     bias: Tensor | None,
     sinks: Tensor | None,
     seed: int | None,
-    score_tensors: Sequence[Tensor],
+    score_tensors: Sequence[Tensor] | None,
     options: Mapping[str, Any],
 ) -> Prepared:
     """Checks all arguments of a call.
