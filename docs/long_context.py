@@ -21,13 +21,14 @@ MACHINE = "long-context-machine"
 AIMED = ("window", "butterfly")  # the masks of the aims
 EFFICIENCY, OVER_GATHER, MEMORY = 0.90, 1.3, 0.55
 LIMITED = "plan with limited memory"
-NVLINK = 450  # GB/s in each direction between two H200 of a host, as specified
+NVLINK = 450  # GB/s in each direction between two H100 or H200 of a host, as specified
 TEXT = """\
 [Context-parallel attention](design/context-parallel.md) on one and two GPUs of a host: head dim
 128, batch 1, bfloat16, blocks of 128. *window* has 4,096 keys for a query, *local+global* a
 window and 128 global tokens; *documents* have a mean of 8,192 tokens, *random* has 8,192 keys for
 a query on average (*random 1/16* one of 16 blocks), and *top-k* selects 4,096 keys for a query.
-The all-gather and the ring use the same kernels. Other programs used other GPUs of the host.
+The all-gather and the ring use the same kernels. Other programs used other GPUs of the host. A run
+ends after a given time, so it may have only some of the masks or of the implementations.
 
 - **Efficiency** is the useful FLOP/s of a GPU over that of one GPU with the same plan.
 - **Over all-gather** is the time of the all-gather over that of the plan. *At most* is this ratio
@@ -41,8 +42,7 @@ The all-gather and the ring use the same kernels. Other programs used other GPUs
   the number of tokens."""
 
 STRONG_TEXT = """\
-One sequence on one and on two GPUs, with the columns of weak scaling. A run ends after a given
-time, so that long sequences may have only some of the masks or of the implementations."""
+One sequence on one and on two GPUs, with the columns of weak scaling."""
 
 # Of records that an earlier instrument wrote.
 FROM_IDLE = """\
