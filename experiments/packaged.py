@@ -120,7 +120,10 @@ def _package(name: str):
     try:
         return import_module(name)
     except ImportError as error:
-        raise ImportError(f"{name} is not installed: pip install -e '.[lra-baselines]'") from error
+        package = name.partition(".")[0]
+        raise ImportError(
+            f"{package} is not installed: pip install -e '.[lra-baselines]'"
+        ) from error
 
 
 PACKAGED: dict[str, Callable[[int, int, int], nn.Module]] = {

@@ -5,7 +5,7 @@ import torch
 
 from experiments.lra.model import Encoder, EncoderConfig
 from experiments.lra.tasks import Shape
-from experiments.packaged import PACKAGED
+from experiments.packaged import BARE, PACKAGED
 from tests.helpers.baselines import need_package
 
 
@@ -25,6 +25,9 @@ def test_missing_packages_are_named(monkeypatch):
         ImportError, match=r"linformer is not installed: pip install .*lra-baselines"
     ):
         PACKAGED["linformer"](16, 2, 64)
+    monkeypatch.setitem(sys.modules, "routing_transformer", None)
+    with pytest.raises(ImportError, match=r"^routing_transformer is not installed"):
+        BARE["routing"](torch.zeros(1, 1, 64, 16), 0.0)
 
 
 def test_chunks_must_fill_the_sequence():
