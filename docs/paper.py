@@ -217,6 +217,17 @@ def not_measured(skipped: list[list[str]], found: dict[tuple[str, str], Line]) -
     return "\n".join(["Not measured:", "", *rows]) if rows else ""
 
 
+def landscapes() -> str:
+    """The tables of all kinds of records, and which kinds have none; empty if all have none."""
+    shown = {title: landscape(name) for name, (title, _) in KINDS.items()}
+    lacking = [title[0].lower() + title[1:] for title, text in shown.items() if not text]
+    if len(lacking) == len(shown):
+        return ""
+    return paragraphs(
+        [*shown.values(), f"*Not measured yet: {'; '.join(lacking)}.*" * bool(lacking)]
+    )
+
+
 def row_of(row: dict) -> Measurement:
     """A row of a record, without the figures that are computed from it."""
     names = Measurement.__dataclass_fields__.keys()
@@ -641,7 +652,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "overview": overview,
     "parts": lambda: or_command(parts_of_standard("bench-landscape"), LANDSCAPE),
     "published": published_landscape,
-    "landscape": lambda: or_command(paragraphs(map(landscape, KINDS)), LANDSCAPE),
+    "landscape": lambda: or_command(landscapes(), LANDSCAPE),
     "pretraining": lambda: or_command(
         pretraining("pretraining"), "python -m experiments.pretraining measure gpt2"
     ),

@@ -93,7 +93,10 @@ def test_figures_1_and_3(paper, tmp_path):
 def test_a_record_of_packages_has_tables_of_its_own(paper, tmp_path):
     """With marks of what was called from Python, and the reasons of empty cells."""
     landscape(tmp_path)
-    assert "Not measured:" not in paper.TABLES["landscape"]()
+    shown = paper.TABLES["landscape"]()
+    assert "Not measured:" not in shown
+    lacking = "*Not measured yet: packages, without dropout and padding; with dropout 0.1; with"
+    assert lacking in shown
     facts = {"suite": "landscape", "direction": "forward"}
     rows = [
         replace(FULL, implementation=name, seq_len=n, median_ms=ms, clock=clock, **facts)
@@ -111,6 +114,7 @@ def test_a_record_of_packages_has_tables_of_its_own(paper, tmp_path):
     ]
     saved.save(tmp_path / "bench-landscape-packages-nvidia-h200.json")
     shown = paper.TABLES["landscape"]()
+    assert "*Not measured yet: with dropout 0.1; with padded keys; with" in shown
     first, second = shown.index("**Without dropout"), shown.index("**Packages, without dropout")
     assert first < second
     assert '"called from Python": a CUDA graph cannot contain this' in shown[second:]
