@@ -27,6 +27,8 @@ INTERRUPTED = (
     "measured again to check for a drift of the clock."
 )
 WRITES = re.compile(r" --(output \S+|overwrite)")  # options that say where a record is written
+# Temporary folders of the files that a command read, with that of a copy of the repository.
+TEMPORARY = re.compile(r"/tmp/(\w+/(?=experiments/))?")
 ANY_ORDER = "/any-order"  # suffix of implementations that differ in the backward pass alone
 DIRECTIONS = ("forward", "backward")
 Rows = list[dict]
@@ -147,8 +149,9 @@ def find(rows: Rows, pattern: str, direction: str, name: str) -> dict | None:
 
 
 def measured(record: dict) -> str:
-    """The device, versions, commit, date and command of a record, without WRITES, and its note.
+    """The device, versions, commit, date and command of a record, and its note.
 
+    The command is shown without WRITES and TEMPORARY.
     A note is a sentence that was added to the environment of a record, about what its fields do
     not say, such as other programs on the host.
     """
@@ -159,7 +162,8 @@ def measured(record: dict) -> str:
     )
     partial = "" if record.get("complete", True) else INTERRUPTED
     note = f" {found['note']}" if "note" in found else ""
+    command = TEMPORARY.sub("", WRITES.sub("", found["command"]))
     return (
         f"*{found['device']}, torch {versions['torch']}, triton {versions['triton']}, commit "
-        f"{commit}, {found['date'][:10]}: `{WRITES.sub('', found['command'])}`*{note}{partial}"
+        f"{commit}, {found['date'][:10]}: `{command}`*{note}{partial}"
     )

@@ -236,8 +236,10 @@ def test_the_line_below_a_table_has_the_command_without_where_it_writes(performa
     }
     found |= {"versions": {"torch": "2", "triton": "3"}}
     found["command"] = "python -m x weak --output /tmp/out --overwrite --kv-heads 4"
+    found["command"] += " --machine /tmp/d/experiments/results/a.json --data=/tmp/data/books"
     shown = performance.measured({"environment": found})
-    assert shown.endswith("`python -m x weak --kv-heads 4`*")
+    told = "python -m x weak --kv-heads 4 --machine experiments/results/a.json --data=data/books"
+    assert shown.endswith(f"`{told}`*")
 
 
 def test_the_line_below_a_table_has_the_note_of_the_record(performance):
