@@ -235,7 +235,7 @@ def routing(query: Tensor, dropout_p: float) -> Bare:
     package = _package("routing_transformer.routing_transformer")
     sizes = (seq_len // ROUTED, ROUTED, heads, head_dim)
     layer = package.KmeansAttention(*sizes, dropout=dropout_p).to(query.device)
-    layer.requires_grad_(False).eval()  # else the means move
+    layer.requires_grad_(False).eval()  # else each call computes new means
     layer.dropout.train()
 
     def attend(query, key, value, inside):

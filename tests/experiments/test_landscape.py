@@ -1,8 +1,10 @@
 """The suite landscape: limits, crossings, approximations without projections, parts."""
 
 from dataclasses import replace
+from importlib import import_module
 from io import StringIO
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -228,10 +230,12 @@ def test_attention_of_packages_drops_probabilities(name):
     need_package(name)
     query = torch.randn(2, 2, 128, 16)
     ones = torch.ones_like(query)  # also as keys, which Sinkhorn attention has as values
+    torch.manual_seed(0)  # of the means of routing
     expected = without_projections(name, query, 0.0)(query, ones, ones, None)
     attended = expected != 0  # routing may leave out a query
     # The sums of a mixture of buckets are about 1: they are normalised five times.
     torch.testing.assert_close(expected[attended], ones[attended], rtol=0, atol=0.05)
+    torch.manual_seed(0)
     dropped = without_projections(name, query, 0.5)(query, ones, ones, None)[attended]
     assert dropped.mean() == pytest.approx(1, abs=0.05)
     assert dropped.std() > 0.05
@@ -273,6 +277,18 @@ def test_routing_with_one_cluster_is_attention_without_the_padding():
     expected = scaled_dot_product_attention(query, key, value, inside[:, None, None])
     out = attend(query, key, value, inside)
     torch.testing.assert_close(out[1, :, :40], expected[1, :, :40], rtol=1e-3, atol=1e-4)
+
+
+def test_routing_makes_its_means_in_the_first_call_alone(monkeypatch):
+    need_package("routing")
+    package = import_module("routing_transformer.routing_transformer")
+    query, key, value = (torch.randn(1, 2, 4 * ROUTED, 16) for _ in range(3))
+    attend = without_projections("routing", query, 0.1)
+    attend(query, key, value, None)
+    refused = mock.Mock(side_effect=AssertionError)
+    monkeypatch.setattr(package, "kmeans_iter", refused)
+    monkeypatch.setattr(package.Kmeans, "init", refused)  # it asks the device for its state
+    attend(query, key, value, None)
 
 
 def test_a_length_that_an_implementation_cannot_compute_is_left_out_alone(tmp_path, monkeypatch):
