@@ -62,6 +62,9 @@ def test_training_steps_of_standard_models():
     models = (("gpt2", 4096), ("gpt2-medium", 4096), ("bert-large", 1024), ("bert-large", 2048))
     gains = [gain(*model, pattern) for model in models]
     assert f"The pattern is {between(gains, 0)} % faster than SDPA" in text
+    longest = [round(gain("bert-large", 4096, each)) for each in ("ours", pattern)]
+    told = "{} % faster than SDPA with a full mask, and {} % with the pattern".format(*longest)
+    assert told in text
     assert apart("bert") < 0.002
     assert "losses of BERT-large differ by less than 0.002" in text
     assert f"differences of GPT-2 at the end, up to {apart('gpt2'):.2f}," in text
