@@ -196,6 +196,9 @@ class Positions:
         return Positions(self.query.to(device), self.key.to(device), self.seq_len)
 
 
+NO_MEMORY = (None, None, None)  # Call.gradients of most calls, compared by identity
+
+
 @dataclass(slots=True)
 class Call:
     """A call without query, key and value.
@@ -231,7 +234,7 @@ class Call:
     score_tensors: ScoreTensors | None = None
     more: tuple[Tensor, Tensor] | None = None
     results: tuple[Tensor, Tensor] | None = None
-    gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = NO_MEMORY
     shared: list[Tensor] | None = None
 
     @property
@@ -271,9 +274,9 @@ class Call:
         if grad_out is None:
             grad_out = torch.zeros_like(saved[3])
         grads = self.plan.backend.backward(self, grad_out, grad_lse, saved, needs)
-        # Backends write to given memory, or not.
-        given = zip(grads[:3], self.gradients, strict=True)
-        grads = (*(_written(*each) for each in given), *grads[3:])
+        if self.gradients is not NO_MEMORY:  # to which backends write, or not
+            given = zip(grads[:3], self.gradients, strict=True)
+            grads = (*(_written(*each) for each in given), *grads[3:])
         if grads[4] is not None:
             spec = self.spec
             of_masks = reduce(grads[4], "b (h g) i j -> b h i j", "sum", g=spec.mask_group)

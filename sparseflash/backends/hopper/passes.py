@@ -33,6 +33,7 @@ from sparseflash.backends.triton_common.launcher import Launch, launch_and_store
 from sparseflash.backends.triton_common.launcher import launch as launch_kernel
 from sparseflash.backends.triton_common.relaunch import try_relaunch
 from sparseflash.dispatch.call import (
+    NO_MEMORY,
     Call,
     Gradients,
     Needs,
@@ -165,12 +166,13 @@ def _fused(
     call: Call, query: Tensor, grad_out: Tensor, key: Tensor, value: Tensor, lse_delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq_accumulator = _zero_dq_accumulator(query, call.table)
-    given, new = _memory_of_gradients(call.gradients, (True, True, True))
+    every = (True, True, True)
+    given, new = _memory_of_gradients(call, slice(0, 3), every)
     inputs = (query, grad_out, key, value, *given)
     prepared = prepare_once(call.plan, _prepare_fused, inputs, *new)
     more = _more(call, key, value)
     found = empty_tensors(prepared.outputs, call.spec.device)
-    grad_query, grad_key, grad_value = _or_given(found, call.gradients, (True, True, True))
+    grad_query, grad_key, grad_value = _or_given(found, call, slice(0, 3), every)
     inputs = (query, grad_out, lse_delta, key, value, *more, *NOTHING_MORE[len(more) :])
     prepared.launch(call, *inputs, dq_accumulator, grad_key, grad_value)
     _convert_dq(dq_accumulator, call.spec.scale, grad_query)
@@ -178,19 +180,24 @@ def _fused(
 
 
 def _memory_of_gradients(
-    gradients: Sequence[Tensor | None], needs: Sequence[bool]
-) -> tuple[list[Tensor], list[bool]]:
-    """(the memory that is given for needed gradients, whether each one needs a new tensor)"""
-    each = list(zip(gradients, needs, strict=True))
+    call: Call, inputs: slice, needs: Sequence[bool]
+) -> tuple[Sequence[Tensor], Sequence[bool]]:
+    """(the memory that is given for needed gradients, whether each one needs a new tensor)
+
+    inputs: which of query, key and value the gradients are of
+    """
+    if call.gradients is NO_MEMORY:
+        return (), needs
+    each = list(zip(call.gradients[inputs], needs, strict=True))
     given = [memory for memory, needed in each if needed and memory is not None]
     return given, [needed and memory is None for memory, needed in each]
 
 
-def _or_given(
-    new: Sequence[Tensor | None], gradients: Sequence[Tensor | None], needs: Sequence[bool]
-) -> list[Any]:
+def _or_given(new: list[Any], call: Call, inputs: slice, needs: Sequence[bool]) -> list[Any]:
     """The tensors of needed gradients: new ones, or the memory that is given for them."""
-    each = zip(new, gradients, needs, strict=True)
+    if call.gradients is NO_MEMORY:
+        return new
+    each = zip(new, call.gradients[inputs], needs, strict=True)
     return [memory if needed and found is None else found for found, memory, needed in each]
 
 
@@ -236,10 +243,10 @@ def _dq(
     """The gradient of query, and LSE and delta of all queries."""
     more = _more(call, *inputs[-2:])
     inputs, memory = (*inputs, *more), call.gradients[0]
-    given, (new,) = _memory_of_gradients([memory], [True])
+    given, new = (() if memory is None else (memory,)), memory is None
     prepared = prepare_once(call.plan, _prepare_dq, (*inputs, *given), grad_lse is None, new)
-    grad_query, lse_delta = empty_tensors(prepared.outputs, call.spec.device)
-    grad_query = memory if memory is not None else grad_query
+    created, lse_delta = empty_tensors(prepared.outputs, call.spec.device)
+    grad_query = created if memory is None else memory
     results = (grad_query, lse, grad_lse, lse_delta)
     prepared.launch(call, *inputs, *NOTHING_MORE[len(more) :], *results)
     return [grad_query, lse_delta]
@@ -266,11 +273,12 @@ def _dkdv(
     with_key: bool = True,
     with_value: bool = True,
 ) -> list[Tensor | None]:
-    memory, needs = call.gradients[1:], (with_key, with_value)
-    given, new = _memory_of_gradients(memory, needs)
+    needs = (with_key, with_value)
+    given, new = _memory_of_gradients(call, slice(1, 3), needs)
     inputs = (query, grad_out, key, value, *given)
     prepared = prepare_once(call.plan, _prepare_dkdv, inputs, *needs, *new)
-    gradients = _or_given(empty_tensors(prepared.outputs, call.spec.device), memory, needs)
+    found = empty_tensors(prepared.outputs, call.spec.device)
+    gradients = _or_given(found, call, slice(1, 3), needs)
     prepared.launch(call, query, grad_out, lse_delta, key, value, *gradients)
     return gradients
 

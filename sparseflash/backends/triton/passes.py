@@ -25,6 +25,7 @@ from sparseflash.backends.triton.kernels.forward import forward_kernel
 from sparseflash.backends.triton.kernels.lse_delta import lse_delta_kernel
 from sparseflash.backends.triton.launch import launch_pass, launch_with_layout, prepare_pass
 from sparseflash.dispatch.call import (
+    NO_MEMORY,
     Call,
     Gradients,
     Needs,
@@ -60,17 +61,17 @@ def backward(
     sums: tuple[Tensor | None, ...] = (None, None, None)
     padded_len = call.table.by_query.num_rows * call.table.block_size[0]
     of_keys = needs_key or needs_value  # one kernel writes both
-    new = (
-        needed and memory is None
-        for needed, memory in zip((needs_query, of_keys, of_keys), call.gradients, strict=True)
-    )
+    new = (needs_query, of_keys, of_keys)
+    if call.gradients is not NO_MEMORY:
+        pairs = zip(new, call.gradients, strict=True)
+        new = tuple([needed and memory is None for needed, memory in pairs])
     properties = (*new, padded_len)
     layouts = prepare_once(call.plan, _layouts_of_gradients, (query, key, value), *properties)
     *found, lse_delta = empty_tensors(layouts, call.plan.spec.device)
-    grad_query, grad_key, grad_value = (
-        memory if each is None else each
-        for each, memory in zip(found, call.gradients, strict=True)
-    )
+    if call.gradients is not NO_MEMORY:
+        pairs = zip(found, call.gradients, strict=True)
+        found = [memory if each is None else each for each, memory in pairs]
+    grad_query, grad_key, grad_value = found
     lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     lse_arguments = (grad_lse, *lse_strides, lse, lse_delta)
     inputs = {"query": query, "key": key, "value": value}
