@@ -56,7 +56,7 @@ def test_serves_head_dims_in_tiles_that_are_as_wide_or_wider(head_dim):
 def test_serves_values_of_other_dims(head_dim, value_dim):
     spec = replace(SPEC, head_dim=head_dim, value_dim=value_dim, deterministic=False)
     assert hopper.why_not(spec, MASK) == []
-    table = masks.full()(128 * 7).table()
+    table = masks.full()(128 * 8).table()
     assert not uses_fused_backward(table, spec)
     assert uses_fused_backward(table, replace(spec, head_dim=96, value_dim=128))
 
@@ -64,11 +64,12 @@ def test_serves_values_of_other_dims(head_dim, value_dim):
 @pytest.mark.parametrize(
     ("head_dim", "blocks", "h100", "fused"),
     [
-        (64, 5, False, False),
-        (64, 6, False, True),
+        (64, 4, False, False),
+        (64, 5, False, True),
+        (64, 5, True, False),
         (64, 6, True, True),
-        (128, 6, False, False),
-        (128, 7, False, True),
+        (128, 7, False, False),
+        (128, 8, False, True),
         (128, 13, True, False),
         (128, 14, True, True),
     ],
@@ -312,7 +313,7 @@ def test_auto_skips_tiles_that_are_hardly_covered(large, small, change, words):
 def test_one_kernel_of_all_gradients_is_taken_where_it_pays_and_is_allowed():
     allowed = spec_like(deterministic=False)
     assert hopper.auto_skip(allowed, MASK) == []
-    many, few = (masks.full()(128 * blocks).table() for blocks in (7, 4))
+    many, few = (masks.full()(128 * blocks).table() for blocks in (8, 4))
     assert uses_fused_backward(many, allowed)
     call = Call(Plan(allowed, hopper, many))
     assert "no fixed order" in hopper.describe(call, MASK, QUERY, QUERY, QUERY)["backward"]
