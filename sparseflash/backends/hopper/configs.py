@@ -105,9 +105,9 @@ MIN_COVERAGE_OF_64 = {
     128: {16: 0.35, 32: 0.52},
 }
 # The fused backward kernel is faster than the two others if a block row of keys has at least this
-# many blocks on average, by tile width. At 64 dims fewer blocks were not measured on an H200. The
-# sums of dQ in float32 pass through memory. So an H100, whose memory has 0.7 of the bandwidth of an
-# H200's, needs more blocks, by these factors: 6 and 14.
+# many blocks on average, by tile width. At 64 dims fewer blocks were not measured on an H200.
+# The sums of dQ in float32 pass through memory. So an H100, whose memory has 0.7 of the bandwidth
+# of an H200's, needs more blocks, by these factors: 6 and 14.
 MIN_FUSED_BLOCKS = {64: 4.8, 128: 8}
 FUSED_BLOCKS_FACTOR_OF_H100 = {64: 1.25, 128: 1.75}
 # Tile widths of the fused kernel by whether there is dropout. Registers do not suffice for others.
