@@ -102,14 +102,15 @@ def attention(
             other padding see MaskBatch.with_keys and unpad.
         bias: (1 or heads, q_len + k_len - 1), one number for each distance: entry
             [h, k - q + q_len - 1] is added to the score of query q and key k. See alibi. It gets
-            a gradient if it requires one; the backend hopper does not compute it.
+            a gradient if it requires one; if "auto" selects the backend hopper, triton computes
+            this gradient.
         sinks: (1 or heads,), the score of one additional key for every query, whose value is 0.
             The lse includes it. A query without any key gets out 0 and the sink as its lse.
         seed: Seed of dropout. Equal seeds drop the same pairs on every backend. By default it is
             drawn from torch's default generator.
         score_tensors: The tensors that the score function reads, floating-point or integers as it
             declares: see ScoreFunction.from_torch. None, or an empty list, if it reads none.
-            Each gets a gradient if it requires one; the backend hopper does not compute it.
+            Each gets a gradient if it requires one, from the same backend as that of a bias.
         return_lse: Also return the LSE.
         return_max_logits: Also return, last, the maximum logit of every query, without gradient:
             the largest of its masked scores S, without sinks. QK-Clip compares its maximum over

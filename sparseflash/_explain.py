@@ -188,30 +188,37 @@ def explain(
     spec = AttentionSpec.from_call(query, key, value, compiled, AttentionOptions(**options), facts)
     checked_score_tensors(spec.score, score_tensors, query)
     checked_seed(seed, dropout_p=0.0)  # with dropout it would draw a seed; only a call may do that
-    why_not = {
-        b.name: why for b in backends.BACKENDS if (why := reasons_against(b, spec, compiled))
-    }
     try:
-        chosen, forward = select_passes(spec, compiled)
+        chosen, of_sums = select_passes(spec, compiled)
     except BackendError:
-        return Explanation(spec, compiled.density, None, {}, why_not)
+        return Explanation(spec, compiled.density, None, {}, _why_not(spec, compiled))
     call = Call(
-        make_plan(spec, chosen, forward, compiled),
+        make_plan(spec, chosen, of_sums, compiled),
         lengths_in_range(key_lengths, key.shape[2], key.device),
         bias=bias,
     )
     configuration = chosen.describe(call, compiled, query, key, value)
-    if forward is not chosen:
-        configuration["forward"] = f"by the backend {forward.name}"
+    if of_sums is not None:
+        configuration["gradients of bias and score tensors"] = f"by the backend {of_sums.name}"
+    why_not = _why_not(call.spec, compiled)
     explanation = Explanation(spec, compiled.density, chosen.name, configuration, why_not)
     explanation = replace(explanation, better_blocks=better_blocks(spec, chosen, compiled))
     if not measure:
         return explanation
 
-    tensors: dict[str, Any] = {"key_lengths": key_lengths, "bias": bias, "sinks": sinks}
-    tensors["score_tensors"] = score_tensors
+    # The gradients that are timed are those of query, key and value. Without the others the call
+    # runs on the chosen backend alone.
+    tensors: dict[str, Any] = {"key_lengths": key_lengths, "sinks": sinks}
+    tensors["bias"] = None if bias is None else bias.detach()
+    tensors["score_tensors"] = score_tensors and [x.detach() for x in score_tensors]
     attend = partial(attention, **tensors, **(options | {"backend": chosen.name}))
     return _with_times(explanation, chosen, compiled, attend, progress, query, key, value)
+
+
+def _why_not(spec: AttentionSpec, mask: CompiledMask) -> dict[str, list[str]]:
+    """The reasons against each backend that is not selected for a call."""
+    reasons = {each.name: reasons_against(each, spec, mask) for each in backends.BACKENDS}
+    return {name: why for name, why in reasons.items() if why}
 
 
 def _with_times(

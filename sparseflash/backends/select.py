@@ -27,18 +27,21 @@ def select(spec: AttentionSpec, mask: CompiledMask) -> Backend:
     raise BackendError(f"no backend can compute this call ({spec}):\n{listing}")
 
 
-def select_passes(spec: AttentionSpec, mask: CompiledMask) -> tuple[Backend, Backend]:
-    """The backend of a call, and the backend of its forward pass.
+def select_passes(spec: AttentionSpec, mask: CompiledMask) -> tuple[Backend, Backend | None]:
+    """The backend of both passes, and that of the gradients of a bias and of score tensors.
 
-    They differ if "auto" finds a faster backend that supports the call except for the gradients of
-    a bias or of score tensors. A backward pass can start from the O and LSE of any backend.
+    The second is None if the first one computes these gradients, or if there are none. It differs
+    if "auto" finds a faster backend that supports the rest of the call. The gradients can be
+    computed from the O and LSE of any backend.
 
     Raises:
         ValueError, BackendError: As in select.
     """
-    backend, other = select(spec, mask), spec.without_sums_of_ds
-    same = other == spec or spec.backend != "auto"
-    return backend, backend if same else select(other, mask)
+    complete, other = select(spec, mask), spec.without_sums_of_ds
+    if other == spec or spec.backend != "auto":
+        return complete, None
+    backend = select(other, mask)
+    return backend, None if backend is complete else complete
 
 
 def reasons_against(backend: Backend, spec: AttentionSpec, mask: CompiledMask) -> list[str]:

@@ -34,8 +34,9 @@ class Plan:
         backend: The backend that computes them.
         table: The lookup table that the backend reads.
         cache: Objects that the backend stores for these calls, such as prepared launches.
-        forward: The plan of the forward pass if it reads another table, or if another backend runs
-            it, which is faster but cannot compute all gradients; else None.
+        forward: The plan of the forward pass if it reads another table, else None.
+        sums: The plan of the gradients of a bias and of score tensors if another backend computes
+            them, else None. The spec of this plan is that of the whole call.
     """
 
     spec: AttentionSpec
@@ -43,6 +44,7 @@ class Plan:
     table: LookupTable
     cache: Cache = field(default_factory=Cache)
     forward: "Plan | None" = None
+    sums: "Plan | None" = None
 
 
 def empty_out(query: Tensor, value: Tensor) -> Tensor:
@@ -273,7 +275,10 @@ class Call:
                 return self.backward(grad_out, grad_lse, saved, needs)
         if grad_out is None:
             grad_out = torch.zeros_like(saved[3])
-        grads = self.plan.backend.backward(self, grad_out, grad_lse, saved, needs)
+        if self.plan.sums is not None and any(needs[3:]):
+            grads = self._backward_of_two(self.plan.sums, grad_out, grad_lse, saved, needs)
+        else:
+            grads = self.plan.backend.backward(self, grad_out, grad_lse, saved, needs)
         if self.gradients is not NO_MEMORY:  # to which backends write, or not
             given = zip(grads[:3], self.gradients, strict=True)
             grads = (*(_written(*each) for each in given), *grads[3:])
@@ -284,6 +289,18 @@ class Call:
             of_masks = of_masks.sum_to_size(*masks, *of_masks.shape[2:])
             return *grads[:4], of_masks, *grads[5:]
         return grads
+
+    def _backward_of_two(
+        self, sums: Plan, grad_out: Tensor, grad_lse: Tensor | None, saved: Saved, needs: Needs
+    ) -> Gradients:
+        """The gradients, where the plan `sums` computes those of a bias and of score tensors."""
+        none, grads = (False,) * 3, (None,) * 3
+        if any(needs[:3]):
+            own = (*needs[:3], *none)
+            grads = self.plan.backend.backward(self, grad_out, grad_lse, saved, own)[:3]
+        call = replace(self, plan=sums, gradients=NO_MEMORY, shared=None)
+        added = sums.backend.backward(call, grad_out, grad_lse, saved, (*none, *needs[3:]))
+        return *grads, *added[3:]
 
     def _needs_device_switch(self) -> bool:
         """Whether the call is on another GPU than the current device of this thread."""

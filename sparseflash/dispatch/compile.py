@@ -37,8 +37,10 @@ def compile_passes(calls: Iterable[Pass], others: Iterable[Pass] = ()) -> None:
 
 
 def _pass_through(call: Call, tensors: tuple[Tensor, Tensor, Tensor], needs: tuple[bool, ...]):
-    forward = call.plan.forward and replace(call.plan.forward, cache=Cache())
-    plan = replace(call.plan, cache=Cache(), forward=forward)  # empty caches: no relaunch
+    parts = {
+        name: part and replace(part, cache=Cache()) for name, part in _parts(call.plan).items()
+    }
+    plan = replace(call.plan, cache=Cache(), **parts)  # empty caches: no relaunch
     call = replace(call, plan=plan)
     out, lse = call.forward(*tensors)
     if any(needs):
@@ -49,8 +51,8 @@ def compile_before_first_call(
     call: Call, tensors: tuple[Tensor, Tensor, Tensor], needs: tuple[bool, ...]
 ) -> None:
     """Compiles the kernels of both passes of a call, unless one that needs the same ones did."""
-    plans = (call.plan, call.plan.forward or call.plan)
-    variant = (call.spec, needs, *(_compiled_for(plan) for plan in plans))
+    parts = (call.plan, *_parts(call.plan).values())
+    variant = (call.spec, needs, *(part and _compiled_for(part) for part in parts))
     if variant in _compiled or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     _compiled[variant] = True
@@ -67,11 +69,17 @@ def _calls_of_other_masks(call: Call) -> Iterator[Call]:
     """
     plan = call.plan
     for partial, balanced in product((True, False), repeat=2):
-        forward = plan.forward
-        if forward is not None:
-            forward = replace(forward, table=_table_like(forward.table, partial, balanced))
+        parts = {
+            name: part and replace(part, table=_table_like(part.table, partial, balanced))
+            for name, part in _parts(plan).items()
+        }
         table = _table_like(plan.table, partial, balanced)
-        yield replace(call, plan=replace(plan, table=table, forward=forward))
+        yield replace(call, plan=replace(plan, table=table, **parts))
+
+
+def _parts(plan: Plan) -> dict[str, Plan | None]:
+    """The plans of parts of a call that have plans of their own."""
+    return {"forward": plan.forward, "sums": plan.sums}
 
 
 def _table_like(table: LookupTable, partial: bool, balanced: bool) -> LookupTable:

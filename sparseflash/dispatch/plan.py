@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from masks import BlockMask, DynamicMask, Pattern
+from masks.lookup_table import LookupTable
 from masks.mask_batch import CompiledMask
 from masks.registry import Cache
 from sparseflash.arguments import AnyMask, check_tensors
@@ -95,9 +96,9 @@ def find_plan(
             query, key, value, compiled, AttentionOptions(**options), CallFacts(*facts)
         )
         selections[shared] = spec, *select_passes(spec, compiled)
-    spec, backend, forward = selections[shared]
+    spec, backend, of_sums = selections[shared]
     hint_at_better_blocks(spec, backend, mask)
-    plan = mask.cache[signature] = make_plan(spec, backend, forward, mask)
+    plan = mask.cache[signature] = make_plan(spec, backend, of_sums, mask)
     return plan
 
 
@@ -122,19 +123,33 @@ def fixed_block_sizes(forward: Size, backward: Size) -> Iterator[None]:
         _fixed_sizes.reset(token)
 
 
-def make_plan(spec: AttentionSpec, backend: Backend, forward: Backend, mask: CompiledMask) -> Plan:
-    """The plan of a call whose forward pass may run on another backend, or read another table."""
-    forward_spec = spec if forward is backend else spec.without_sums_of_ds
+def make_plan(
+    spec: AttentionSpec, backend: Backend, of_sums: Backend | None, mask: CompiledMask
+) -> Plan:
+    """The plan of a call whose forward pass may read another table.
+
+    Args:
+        spec: The spec of the call.
+        backend: The backend of both passes.
+        of_sums: The backend of the gradients of a bias and of score tensors, if it is another one.
+        mask: The mask of the call.
+    """
+    sums = None
+    if of_sums is not None:
+        sums = Plan(spec, of_sums, _table(spec, of_sums.block_size_for(spec, mask), mask))
+        spec = spec.without_sums_of_ds
     forward_size, block_size = _fixed_sizes.get() or (
-        forward.forward_block_size_for(forward_spec, mask),
+        backend.forward_block_size_for(spec, mask),
         backend.block_size_for(spec, mask),
     )
-    table = mask.table(spec.device, block_size).for_groups(spec.mask_group)
-    if forward is backend and forward_size == block_size:
-        return Plan(spec, backend, table)
-    forward_table = mask.table(spec.device, forward_size).for_groups(spec.mask_group)
-    forward_plan = Plan(forward_spec, forward, forward_table)
-    return Plan(spec, backend, table, forward=forward_plan)
+    forward = None
+    if forward_size != block_size:
+        forward = Plan(spec, backend, _table(spec, forward_size, mask))
+    return Plan(spec, backend, _table(spec, block_size, mask), forward=forward, sums=sums)
+
+
+def _table(spec: AttentionSpec, block_size: Size, mask: CompiledMask) -> LookupTable:
+    return mask.table(spec.device, block_size).for_groups(spec.mask_group)
 
 
 def compiled_mask(mask: AnyMask, query: Tensor, key: Tensor) -> CompiledMask:

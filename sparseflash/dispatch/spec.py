@@ -191,8 +191,8 @@ class AttentionSpec(AttentionOptions):
         )
 
 
-# Gradients for which the forward pass may run on a faster backend, because it does not prepare
-# them. With block scores, both passes together took longer on two backends (measured on an H200).
+# Gradients that another backend may compute than those of query, key and value. With block scores,
+# both passes together took longer on two backends (measured on an H200).
 SUMS_OF_DS = ("differentiates_bias", "differentiates_score_tensors")
 POSITIONS = "dropout, score function or bias of a part of a sequence"
 _HAS_EXTRA: dict[str, Callable[[AttentionSpec], bool]] = {

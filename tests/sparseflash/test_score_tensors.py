@@ -7,7 +7,8 @@ import torch
 
 import masks
 import sparseflash
-from sparseflash.backends import hopper
+from sparseflash.backends import cpu, hopper, triton
+from sparseflash.dispatch import plan
 from sparseflash.distributed import context_parallel_attention, make_plan
 from sparseflash.testing import (
     assert_close_to_reference,
@@ -278,6 +279,20 @@ def test_every_sum_of_one_call(backend):
     together = gradients(slopes, bias, scores)
     for found, leaf in zip(together, (slopes, bias, scores), strict=True):
         assert torch.equal(found, *gradients(leaf))
+
+
+def test_portable_kernels_compute_the_sums_of_a_call_of_another_backend(monkeypatch):
+    """They start from the O and LSE of that backend, which computes the other gradients."""
+    capable = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
+    passes = (hopper if capable else cpu, triton)
+    monkeypatch.setattr(plan, "select_passes", lambda spec, mask: passes)
+    ran, backward = [], triton.backward
+    monkeypatch.setattr(
+        triton, "backward", lambda *given: (ran.append(given[4]), backward(*given))[1]
+    )
+    options = {"dropout_p": 0.2, "seed": 3, "dtype": torch.float16}
+    check_gradients("triton", TABLE, HOLES, **options)
+    assert ran == [(False, False, False, False, False, True)]
 
 
 def test_sums_are_the_same_bits_in_any_order():

@@ -380,7 +380,7 @@ def fast_without_sums(monkeypatch):
 
 
 @pytest.mark.parametrize("of", ["bias", "score tensors", "blocks", "nothing"])
-def test_a_faster_backend_runs_the_forward_pass_if_it_lacks_sums_of_ds_alone(
+def test_a_faster_backend_computes_all_but_sums_of_ds_if_it_lacks_these_alone(
     fast_without_sums, of
 ):
     tensors = [x.requires_grad_() for x in torch.randn(3, 2, 4, 40, 16).double().unbind()]
@@ -401,13 +401,20 @@ def test_a_faster_backend_runs_the_forward_pass_if_it_lacks_sums_of_ds_alone(
         )
         grads.append(torch.autograd.grad(out.square().sum() + lse.sum(), [*tensors, *extra]))
         found.append((out, lse, most))
-    backend = "complete" if extra else "fast"
-    forward = "complete" if of == "blocks" else "fast"
-    assert fast_without_sums == [("forward", forward), ("backward", backend)] * 2
+    backend = "complete" if of == "blocks" else "fast"
+    two = of in ("bias", "score tensors")
+    passes = [("forward", backend), ("backward", backend)]
+    assert fast_without_sums == (passes + [("backward", "complete")] * two) * 2
     explained = sparseflash.explain(*tensors, mask, **options)
     assert explained.backend == backend
-    shown = None if forward == backend else "by the backend fast"
-    assert explained.configuration.get("forward") == shown
+    shown = "by the backend complete" if two else None
+    assert explained.configuration.get("gradients of bias and score tensors") == shown
+    assert backend not in explained.why_not
+    if extra:
+        fast_without_sums.clear()
+        out = sparseflash.attention(*(x.detach() for x in tensors), mask, **options)
+        torch.autograd.grad(out.sum(), extra)
+        assert fast_without_sums == [("forward", backend), ("backward", "complete")]
     with torch.no_grad():
         sparseflash.attention(*tensors, mask, **options)
     assert fast_without_sums[-1] == ("forward", "fast")

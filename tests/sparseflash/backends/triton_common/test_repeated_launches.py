@@ -264,7 +264,7 @@ def some_masks():
 def test_arguments_of_repeated_launches_are_those_of_new_ones(
     backend, launches, some_masks, monkeypatch, request
 ):
-    monkeypatch.setattr(plan, "select_passes", lambda spec, mask: (backend, backend))
+    monkeypatch.setattr(plan, "select_passes", lambda spec, mask: (backend, None))
     choices = random.Random(request.config.option.seed)
     monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", {64: 0, 128: 0})
     for number, mask in enumerate(some_masks):
