@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # as a script, and where docs is
 from records import NAMES, RESULTS, load, load_each, measured, picture  # noqa: E402
 
 from experiments.language_model.results import contexts_of  # noqa: E402
-from experiments.long_documents.results import by_device, span  # noqa: E402
+from experiments.long_documents.results import RANDOM, by_device, span, start_of  # noqa: E402
 from experiments.markdown import in_percent, table, update, written  # noqa: E402
 from experiments.pretraining import (  # noqa: E402
     exact_pairs,
@@ -501,6 +501,7 @@ def patterns(runs: dict[str, dict], dense: dict[int, dict]) -> str:
 
 AUTHORS = {  # records of encoders, and the tokens that they read
     "long-documents-authors-words": "words",
+    "long-documents-authors-words-chain": "words",
     "long-documents-authors-words-long": "words",
     "long-documents-authors-bytes": "bytes",
 }
@@ -522,17 +523,17 @@ def authors() -> str:
     lines = [
         [
             f"{int(length):,}",
-            *(training_of(kind, group) if group else [NOTHING] * 5),
+            *(training_of(kind, group) if group else [NOTHING] * 6),
             accuracy(group),
             *(f"{100 * floors[length][kind]['accuracy']:.1f}" for kind in ("words", "bytes")),
         ]
         for length, kind, group in sorted(groups, key=lambda each: int(each[0]))
     ]
-    head = ["bytes of a passage", "encoder of", "runs", "steps", "passages read"]
+    head = ["bytes of a passage", "encoder of", "starts from", "runs", "steps", "passages read"]
     head += ["validation, %", "test, %", "floor: word counts", "floor: byte counts"]
     parts = [table(head, lines)]
     several = {name: record for name, record in found.items() if len(record["lengths"]) > 1}
-    parts += [over_lengths(record, AUTHORS[name]) for name, record in several.items()]
+    parts += [over_lengths(name, record) for name, record in several.items()]
     parts += [
         picture(paths[name].stem, "Accuracy against the length of a passage") for name in several
     ]
@@ -540,7 +541,7 @@ def authors() -> str:
     for name, record in found.items():
         for _, own in by_device(record["lengths"]):
             run = record["lengths"][own[0]]["runs"][0]
-            parts.append(f"Encoders of {AUTHORS[name]}, {span(own)}: {measured(run)}")
+            parts.append(f"{encoders_of(name, record)}, {span(own)}: {measured(run)}")
     return paragraphs([*parts, "" if found else "No encoder has been trained yet."])
 
 
@@ -550,6 +551,7 @@ def training_of(kind: str, group: dict) -> list[str]:
     best = [max(accuracy for _, accuracy, *_ in run["curve"]) for run in runs]
     return [
         kind,
+        start_of(runs[0]),
         str(len(runs)),
         interval(run["steps"] for run in runs),
         interval(run["steps"] * run["batch_size"] for run in runs),
@@ -557,13 +559,22 @@ def training_of(kind: str, group: dict) -> list[str]:
     ]
 
 
-def over_lengths(record: dict, kind: str) -> str:
+def encoders_of(name: str, record: dict) -> str:
+    """What the encoders of a record read, and whether they continue those of shorter lengths."""
+    starts = {start_of(group["runs"][0]) for group in record["lengths"].values()}
+    continued = " that start from a shorter length" * (starts > {RANDOM})
+    return f"Encoders of {AUTHORS[name]}{continued}"
+
+
+def over_lengths(name: str, record: dict) -> str:
     """How accuracy changes with length, beside the floor of counts, and at the end of training."""
-    groups = record["lengths"]
+    groups, kind = record["lengths"], AUTHORS[name]
     shares = {length: 100 * group["accuracy"] for length, group in groups.items()}
     first, *_, last = groups
     best = max(shares, key=lambda length: shares[length])
-    text = f"Encoders of {kind}: test accuracy is {shares[first]:.1f} % at {span([first])}, "
+    text = (
+        f"{encoders_of(name, record)}: test accuracy is {shares[first]:.1f} % at {span([first])}, "
+    )
     text += f"{shares[best]:.1f} % at {span([best])}"
     text += "" if best == last else f" and {shares[last]:.1f} % at {span([last])}"
     floors = {length: floor.get(kind) for length, floor in record["floors"].items()}

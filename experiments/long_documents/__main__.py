@@ -4,6 +4,7 @@ labels of a document, with a pre-trained encoder.
 python -m experiments.language_model data classic-books-markdown   # into data/books
 python -m experiments.long_documents floors      # linear models of word and byte counts
 python -m experiments.long_documents train 4096 --seeds 3 --tokens words
+python -m experiments.long_documents train 8192 --tokens words --init-from runs/authors-words/4096
 python -m experiments.long_documents record authors-words runs/authors-words
 python -m experiments.long_documents tune ecthr ECTHR_FOLDER ROBERTA_FOLDER --tokens 4096
 python -m experiments.long_documents record-tuned runs/ecthr/*/seed*
@@ -71,6 +72,15 @@ def train(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     at_once: Annotated[int, typer.Option(min=1, help="Number of seeds trained at once.")] = 1,
+    init_from: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Folder of another length: each seed starts from the best weights of the same "
+            "seed there, with repeated positions. Default: random weights.",
+        ),
+    ] = None,
     seconds: Annotated[
         float | None, typer.Option(min=1, help="End the run after this time.")
     ] = None,
@@ -80,7 +90,13 @@ def train(
     needs_extra("lra", "lightning")
     from experiments.files import write_json
     from experiments.language_model.books import Books
-    from experiments.long_documents.authors import DATA, Authors, by_author, identity
+    from experiments.long_documents.authors import (
+        DATA,
+        Authors,
+        by_author,
+        identity,
+        starting_from,
+    )
     from experiments.lra import presets
     from experiments.lra import seeds as runs
 
@@ -89,12 +105,15 @@ def train(
         books = Books.read(data_root / "books")
         chosen = by_author(books, authors)
     folder = (output or Path(f"runs/authors-{tokens}")) / str(length)
-    write_json(folder / DATA, identity(books, chosen))
+    data = identity(books, chosen)
+    with usage_errors():
+        starts = [] if init_from is None else starting_from(init_from, data, seeds)
+    write_json(folder / DATA, data)
     given = [f"--config={path}" for path in (presets.FOLDER / presets.COMMON, CONFIG)]
     given += [f"--data.data_root={data_root}", f"--data.batch_size={max(1, STEP_BYTES // length)}"]
     task = {"length": length, "authors": authors, "tokens": tokens}
     given += [f"--data.task.init_args.{name}={value}" for name, value in task.items()]
-    given += context.args
+    given += [*starts, *context.args]
     runs.main(given, seeds=seeds, output=folder, at_once=at_once, seconds=seconds)
 
 

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from experiments.files import read_object
 from experiments.language_model.books import FACTS, Book, Books
 from experiments.long_documents.words import BUCKETS, FIRST_WORD, TOKEN_BYTES, word_ids
 from experiments.lra.tasks import MissingData, Sample, Samples, Shape, Task
@@ -111,6 +112,31 @@ def identity(books: Books, chosen: list[tuple[str, list[Book]]]) -> dict[str, st
             digest.update(f"{author}\n{book.path}\n{book.bytes}\n".encode())
             digest.update(books.text(book).data)
     return {"authors": digest.hexdigest()}
+
+
+def starting_from(folder: Path, data: dict[str, str], seeds: int) -> list[str]:
+    """Options of `python -m experiments.lra.seeds` with which every seed starts from its own best
+    weights in the folder of another length.
+
+    Args:
+        folder: A folder with the runs of a length.
+        data: `identity` of the books of the runs that start.
+        seeds: Number of seeds.
+
+    Raises:
+        ValueError: The folder has no such weights, or they are of other authors or books.
+    """
+    if read_object(folder / DATA, "written by `experiments.long_documents train`", ()) != data:
+        raise ValueError(f"init_from must have runs on the same books, got {folder} of others")
+    for seed in range(seeds):
+        if not (path := best_of(folder, seed)).exists():
+            raise ValueError(f"init_from must have weights of every seed, but {path} is missing")
+    return [f"--model.init_from={best_of(folder, '{seed}')}", "--model.positions_from=repeated"]
+
+
+def best_of(folder: Path, seed: int | str) -> Path:
+    """The checkpoint that a run has tested."""
+    return folder / f"seed{seed}" / "checkpoints" / "best.ckpt"
 
 
 def _drawn(book: Book) -> str:

@@ -25,7 +25,7 @@ from experiments.interruption import Interrupt
 from experiments.long_documents.labelled import Document, Labelled
 from experiments.long_documents.settings import Settings
 from experiments.lra.batches import StepBatches
-from experiments.lra.learner import read_checkpoint
+from experiments.lra.learner import read_checkpoint, repeated
 from experiments.pretraining import set_attention
 
 if TYPE_CHECKING:
@@ -67,9 +67,9 @@ def lengthened(folder: Path, labels: int, tokens: int) -> "PreTrainedModel":
         raise ValueError(f"{folder} must have an encoder with learned positions")
     padding = getattr(short.get_submodule(names[0].removesuffix(".weight")), "padding_idx", None)
     special = 0 if padding is None else padding + 1
-    trained = weights[names[0]][special:]
-    repeated = trained.repeat(-(-tokens // len(trained)), 1)[:tokens]
-    weights[names[0]] = torch.cat([weights[names[0]][:special], repeated])
+    trained = weights[names[0]]
+    longer = repeated(trained[special:], tokens)
+    weights[names[0]] = torch.cat([trained[:special], longer])
     config.max_position_embeddings = special + tokens
     model = AutoModelForSequenceClassification.from_config(config)
     model.load_state_dict(weights)

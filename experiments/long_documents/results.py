@@ -13,6 +13,7 @@ from experiments.lra.seeds import summary_of
 from experiments.pictures import COLOURS, panels, save
 
 FLOORS = ("data", "floors")  # keys of their record
+RANDOM = "random weights"
 
 
 def gather(name: str, runs: Path, floors: Path, output: Path) -> tuple[dict, tuple[Path, Path]]:
@@ -32,7 +33,7 @@ def gather(name: str, runs: Path, floors: Path, output: Path) -> tuple[dict, tup
 
     Raises:
         ValueError: A file is of another command, no length has a result, the runs differ in
-            data, or runs of one length differ in device.
+            data, or runs of one length differ in device or in what they started from.
     """
     known = read_object(floors, "a record of `experiments.long_documents floors`", FLOORS)
     folders = [folder for folder in runs.glob("[0-9]*") if folder.name.isdecimal()]
@@ -45,6 +46,7 @@ def gather(name: str, runs: Path, floors: Path, output: Path) -> tuple[dict, tup
             raise ValueError(f"{folder} was trained on other books than {floors} is of")
         results = ended(folder)
         device = shared(f"device in {folder}", (r["environment"]["device"] for r in results))
+        shared(f"start in {folder}", map(start_of, results))
         lengths[folder.name] = {"device": device} | summary_of(results) | {"runs": results}
     device = ", ".join(dict.fromkeys(group["device"] for group in lengths.values()))
     facts = {"name": name, "device": device, "data": known["data"], "lengths": lengths}
@@ -52,6 +54,21 @@ def gather(name: str, runs: Path, floors: Path, output: Path) -> tuple[dict, tup
     path = record_path(output, f"long-documents-{name}", device)
     write_json(path, facts)
     return facts, (path, draw(path))
+
+
+def start_of(run: dict) -> str:
+    """The weights with which an encoder started: RANDOM, or "512 bytes" for those of a length.
+
+    Raises:
+        ValueError: It started from another task, or a checkpoint that does not say of which.
+    """
+    before = run.get("init_from")
+    if before is None:
+        return RANDOM
+    kind, _, length = before.get("task", "").removesuffix("-words").partition("-")
+    if kind != "authors":
+        raise ValueError(f"init_from of a run must be of `train`, got {before}")
+    return span([length]) + ", without labels" * (not before["labels"])
 
 
 def by_device(lengths: dict[str, dict]) -> list[tuple[str, list[str]]]:
@@ -73,8 +90,10 @@ def draw(record: Path) -> Path:
     found = [each["accuracy"] for each in facts["lengths"].values()]
     spread = [each["deviation"] or 0.0 for each in facts["lengths"].values()]
     percent = [[100 * value for value in values] for values in (found, spread)]
+    starts = {start_of(run) for each in facts["lengths"].values() for run in each["runs"]}
+    label = "block-sparse encoder" + ", from a shorter length" * (starts > {RANDOM})
     look = {"color": COLOURS[0], "marker": "o", "markersize": 4, "capsize": 3}
-    ax.errorbar(lengths, percent[0], percent[1], label="block-sparse encoder", **look)
+    ax.errorbar(lengths, percent[0], percent[1], label=label, **look)
     for colour, name in zip(COLOURS[1:], ("words", "bytes"), strict=False):
         floor = {
             int(length): 100 * each[name]["accuracy"]
@@ -93,12 +112,14 @@ def draw(record: Path) -> Path:
 
 def table_of(record: dict) -> Table:
     """Test accuracy at each length, and that of linear models of word and byte counts."""
-    table = Table("bytes", "encoder", "word counts", "byte counts", title=record["name"])
+    head = ("bytes", "starts from", "encoder", "word counts", "byte counts")
+    table = Table(*head, title=record["name"])
     for length, group in record["lengths"].items():
         floors = record["floors"][length]
         accuracies = (
             f"{100 * floors[name]['accuracy']:.1f} %" if name in floors else ""
             for name in ("words", "bytes")
         )
-        table.add_row(f"{int(length):,}", in_words(group), *accuracies)
+        start = start_of(group["runs"][0])
+        table.add_row(f"{int(length):,}", start, in_words(group), *accuracies)
     return table

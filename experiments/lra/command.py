@@ -181,6 +181,7 @@ class ArenaCLI(LightningCLI):
             "attention": self.model.classifier.encoder.config.attention,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "seed": self.model.seed,
+            "init_from": self.model.start,
             "batch_size": self.datamodule.batch_size,
             **run,
             **{name: float(value) for name, value in self.trainer.callback_metrics.items()},

@@ -25,6 +25,7 @@ from experiments.module import TrainingModule
 # Classes of contour labels: the number of discs on the contour of a token.
 TRACES = 3
 HEADS = ("restore.", "trace.")  # weights that only training uses
+TRAINED = "trained"  # a key of checkpoints: what a run reports that starts from them
 Growth = Literal["interpolated", "repeated"]
 
 
@@ -72,8 +73,8 @@ class Learner(TrainingModule):
 
     Args:
         init_from: A checkpoint with initial weights.
-        positions_from: How learned positions of a smaller image are resized to a larger one; see
-            `resized`.
+        positions_from: How learned positions of a smaller image or a shorter text are resized to
+            a larger one; see `resized`.
         passes: "compiled" uses torch.compile for everything except our kernels. It compiles for
             each batch size, so make the sizes of splits multiples of it. "cuda_graph" replays the
             passes of the classifier as CUDA graphs, which is faster for small models.
@@ -109,8 +110,8 @@ class Learner(TrainingModule):
         # Validation of their arguments would wait for the device.
         self.accuracy = MulticlassAccuracy(classes, average="micro", validate_args=False)
         self.confusion = MulticlassConfusionMatrix(classes, validate_args=False)
-        if init_from is not None:
-            start_from(self, init_from, positions_from)
+        # What trained the initial weights, or None for random ones.
+        self.start = None if init_from is None else start_from(self, init_from, positions_from)
         if passes == "compiled":
             # Contour labels and hidden tokens use the encoder, labels the whole classifier.
             whole = not (objective.traces or objective.pixels)
@@ -211,6 +212,25 @@ class Learner(TrainingModule):
         loss = cross_entropy(logits, batch.labels)
         self.log("validation/loss", loss, sync_dist=True, batch_size=size)
 
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        checkpoint[TRAINED] = {
+            "task": self.task.name,
+            "seed": self.seed,
+            "labels": not self.pre_trains,
+            "init_from": self.start,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if TRAINED not in checkpoint:  # saved before checkpoints had it
+            return
+        before = checkpoint[TRAINED]["init_from"]
+        if self.start is not None and self.start != before:
+            raise ValueError(
+                f"init_from must be that of the run which is resumed, {before}, got {self.start}"
+            )
+        self.start = before
+
     @property
     def pre_trains(self) -> bool:
         """Whether labels are not used in training, so that accuracy has no meaning."""
@@ -298,10 +318,15 @@ def read_checkpoint(path: Path) -> dict:
         raise ValueError(f"{path} cannot be read as a checkpoint: {reason}") from error
 
 
-def start_from(learner: Learner, path: Path, how: Growth = "interpolated") -> None:
+def start_from(learner: Learner, path: Path, how: Growth = "interpolated") -> dict:
     """Loads weights. Learned positions are resized, and heads for training may be missing.
 
-    Raises ValueError for a checkpoint of another model.
+    Returns:
+        What trained these weights, as far as the checkpoint says it: its task, its seed, whether
+        it used labels, its steps, and from what it started in turn.
+
+    Raises:
+        ValueError: The checkpoint is of another model.
     """
     checkpoint = read_checkpoint(path)
     if "state_dict" not in checkpoint:
@@ -310,31 +335,44 @@ def start_from(learner: Learner, path: Path, how: Growth = "interpolated") -> No
     own = learner.state_dict()
     name = "classifier.encoder.positions.learned.weight"
     if name in weights and name in own:
-        weights[name] = resized(weights[name], own[name].shape[0], how)
+        special = int(learner.classifier.encoder.cls)
+        image = learner.task.shape.side is not None
+        tokens = own[name].shape[0] - special
+        longer = resized(weights[name][special:], tokens, how, image)
+        weights[name] = torch.cat([weights[name][:special], longer])
     try:
         missing, unexpected = learner.load_state_dict(weights, strict=False)
     except RuntimeError as error:
         raise ValueError(f"{path} has another model: {error}") from error
     if others := [key for key in (*missing, *unexpected) if not key.startswith(HEADS)]:
         raise ValueError(f"{path} has another model: only one of the two has {others}")
+    return {"steps": checkpoint.get("global_step")} | checkpoint.get(TRAINED, {})
 
 
-def resized(positions: Tensor, tokens: int, how: Growth) -> Tensor:
-    """Resizes learned positions of a square image to a larger one.
+def resized(positions: Tensor, tokens: int, how: Growth, image: bool = True) -> Tensor:
+    """Resizes learned positions of a square image, or of a text, to a larger one.
 
     Positions of an image with the same size, or of one that is not square, are not changed.
 
     Args:
-        positions: (side^2, dim), in raster order.
-        tokens: Number of tokens of the larger image.
-        how: "interpolated" is bilinear, as in the FlashAttention paper for Path-X. "repeated"
-            repeats the smaller image, so the larger side must be a multiple of the smaller one.
+        positions: (side^2, dim), in raster order; of a text (tokens, dim).
+        tokens: Number of tokens of the larger image or text.
+        how: "interpolated" is bilinear for an image, as in the FlashAttention paper for Path-X,
+            and linear for a text. "repeated" repeats the smaller image, so the larger side must be
+            a multiple of the smaller one, or the text, as in that paper for long documents.
+        image: Whether they are positions of an image.
 
     Returns:
         (tokens, dim).
     """
+    if positions.shape[0] == tokens:
+        return positions
+    if not image:
+        if how == "repeated":
+            return repeated(positions, tokens)
+        return interpolate(positions.T[None], tokens, mode="linear")[0].T
     small, large = (round(sqrt(n)) for n in (positions.shape[0], tokens))
-    if positions.shape[0] == tokens or small**2 != positions.shape[0] or large**2 != tokens:
+    if small**2 != positions.shape[0] or large**2 != tokens:
         return positions
     grid = positions.view(small, small, -1)
     if how == "interpolated":
@@ -343,3 +381,8 @@ def resized(positions: Tensor, tokens: int, how: Growth) -> Tensor:
     if large % small:
         return positions
     return grid.repeat(large // small, large // small, 1).flatten(0, 1)
+
+
+def repeated(positions: Tensor, tokens: int) -> Tensor:
+    """The positions (n, dim) of a text repeated to (tokens, dim): row i is row i mod n."""
+    return positions.repeat(-(-tokens // len(positions)), 1)[:tokens]

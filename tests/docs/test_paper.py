@@ -14,7 +14,7 @@ from experiments.language_model.results import record_of
 from experiments.long_documents.results import gather
 from experiments.pretraining import Case
 from tests.experiments.language_model.test_results import write_run
-from tests.experiments.long_documents.test_results import write_floors, write_runs
+from tests.experiments.long_documents.test_results import START, write_floors, write_runs
 from tests.helpers.records import ENVIRONMENT, FULL, record
 
 SOURCE = Path(__file__).parents[2] / "docs/paper.py"
@@ -66,7 +66,7 @@ def test_what_has_no_record_says_so(paper):
         shown = paper.TABLES[name]()
         assert shown.startswith("*Not measured yet"), name
     assert row(paper.overview(), "Figure 3")[-1] == "0 of 6"
-    assert row(paper.authors(), "512") == ["–"] * 6 + ["30.0", "10.0"]
+    assert row(paper.authors(), "512") == ["–"] * 7 + ["30.0", "10.0"]
 
 
 def test_figures_1_and_3(paper, tmp_path):
@@ -257,7 +257,7 @@ def test_table_5(paper, tmp_path):
     _, (record, _) = gather(name, tmp_path / "runs", floors, tmp_path)
     assert record.name == "long-documents-authors-words-nvidia-x-nvidia-y.json"
     shown = paper.authors()
-    read = ["words", "2", "10 to 11", "40 to 44"]
+    read = ["words", "random weights", "2", "10 to 11", "40 to 44"]
     assert row(shown, "512") == [*read, "90.0", "45.0 ± 7.1", "30.0", "10.0"]
     assert row(shown, "65,536") == [*read, "95.0", "85.0 ± 7.1", "95.0", "10.0"]
     told = (
@@ -270,7 +270,7 @@ def test_table_5(paper, tmp_path):
     for device, length in (("X", "512"), ("Y", "65,536")):
         assert f"\n\nEncoders of words, {length} bytes: *NVIDIA {device}, torch 2," in shown
     assert "(../experiments/results/long-documents-authors-words-nvidia-x-nvidia-y.png)" in shown
-    assert row(paper.overview(), "Table 5")[-1] == "1 of 5"
+    assert row(paper.overview(), "Table 5")[-1] == "1 of 6"
     # Longer runs of one length are a row of their own, and have no picture.
     (tmp_path / "runs/512").rename(tmp_path / "512")
     gather(f"{name}-long", tmp_path / "runs", floors, tmp_path)
@@ -278,6 +278,26 @@ def test_table_5(paper, tmp_path):
     assert shown.count("| 65,536 | words |") == 2
     assert (shown.count("!["), shown.count("Encoders of words: ")) == (1, 1)
     assert shown.count("Encoders of words, 65,536 bytes: *NVIDIA Y") == 2
+
+
+def test_table_5_tells_encoders_from_random_weights_and_of_shorter_lengths_apart(paper, tmp_path):
+    for name, start in (("authors-words", None), ("authors-words-chain", START)):
+        write_runs(tmp_path / name, start=start)
+        for path in tmp_path.glob(f"{name}/*/seed*/result.json"):
+            run = json.loads(path.read_text())
+            environment = FACTS | {"device": "NVIDIA X"}
+            write_json(path, run | {"environment": environment})
+        gather(name, tmp_path / name, tmp_path / "long-documents-floors.json", tmp_path)
+    floors = tmp_path / "long-documents-floors.json"
+    known = json.loads(floors.read_text())
+    known["floors"]["65536"] = known["floors"]["512"]
+    write_json(floors, known)
+    shown = paper.authors()
+    lines = [line.split(" | ") for line in shown.splitlines() if line.startswith("| 65,536 |")]
+    assert [line[2] for line in lines] == ["random weights", "512 bytes"]
+    assert shown.count("Encoders of words: test accuracy is") == 1
+    assert shown.count("Encoders of words that start from a shorter length: test accuracy") == 1
+    assert "Encoders of words that start from a shorter length, 512 to 65,536 bytes: *" in shown
 
 
 def test_table_5_by_the_paper_s_method(paper, tmp_path):
@@ -288,7 +308,7 @@ def test_table_5_by_the_paper_s_method(paper, tmp_path):
     write_json(tmp_path / "long-documents-ecthr-nvidia-h200.json", record)
     shown = paper.TABLES["tuned"]().replace("\\|", "or")
     assert row(shown, "1,024") == ["74.3 ± 1.0", "2", "`local(8) or butterfly()`"]
-    assert row(paper.overview(), "Table 5")[-1] == "1 of 5"
+    assert row(paper.overview(), "Table 5")[-1] == "1 of 6"
 
 
 def test_a_page_without_marks_is_an_error(paper):

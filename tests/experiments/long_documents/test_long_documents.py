@@ -1,14 +1,28 @@
+import json
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from experiments.language_model.books import build
+from experiments.files import write_json
+from experiments.language_model.books import Books, build
 from experiments.long_documents import floors
 from experiments.long_documents.__main__ import app
-from experiments.lra import seeds
+from experiments.long_documents.authors import by_author, identity
+from experiments.lra import command, seeds
 from experiments.lra.command import ArenaCLI
 from tests.experiments.long_documents.test_authors import short, write_authors  # noqa: F401
+from tests.helpers.lightning import TRAINS
+
+pytestmark = TRAINS
+TINY = """--model.encoder.dim=16 --model.encoder.heads=1 --model.encoder.layers=1
+    --model.encoder.attention=flash --model.encoder.positions=learned --data.batch_size=2
+    --data.workers=0 --model.optimizer.warmup_steps=0 --trainer.max_steps=1
+    --trainer.val_check_interval=1 --trainer.limit_val_batches=1 --trainer.limit_test_batches=1
+    --trainer.enable_progress_bar=false --trainer.accelerator=cpu --trainer.precision=32-true"""
 
 
 @pytest.fixture
@@ -62,3 +76,65 @@ def test_training_has_the_options_of_the_arena_and_those_of_the_length(
     ):
         wrong = CliRunner().invoke(app, ["train", *options, "--data-root", str(data)])
         assert (wrong.exit_code, message in wrong.output) == (2, True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of how Lightning calls jsonargparse
+@pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")
+def test_encoders_of_a_length_start_from_those_of_another(data, tmp_path, monkeypatch):
+    def in_this_process(arguments, check):
+        monkeypatch.setattr(sys, "argv", ["lra", *arguments[len(seeds.FIT) - 1 :]])
+        command.main()
+
+    errors = {"CalledProcessError": subprocess.CalledProcessError}
+    monkeypatch.setattr(seeds, "subprocess", SimpleNamespace(run=in_this_process, **errors))
+    monkeypatch.chdir(tmp_path)
+    given = ["--data-root", str(data), "--authors=3", "--tokens=words", *TINY.split()]
+
+    def train(length, start=None, rate=0.0, seeds=2):
+        more = [f"--model.optimizer.learning_rate={rate}", f"--seeds={seeds}"]
+        more += [] if start is None else ["--init-from", f"runs/authors-words/{start}"]
+        found = CliRunner().invoke(app, ["train", str(length), *given, *more])
+        assert found.exception is None, found.output
+        return [
+            json.loads((tmp_path / f"runs/authors-words/{length}/seed{n}/result.json").read_text())
+            for n in range(seeds)
+        ]
+
+    def weights(length, seed):
+        path = tmp_path / f"runs/authors-words/{length}/seed{seed}/checkpoints/best.ckpt"
+        return torch.load(path, weights_only=True)["state_dict"]
+
+    assert [run["init_from"] for run in train(64, rate=1e-2)] == [None, None]
+    first = {"task": "authors-64-words", "labels": True, "steps": 1, "init_from": None}
+    assert [run["init_from"] for run in train(128, 64)] == [first | {"seed": n} for n in (0, 1)]
+    second = {"task": "authors-128-words", "labels": True, "steps": 1, "seed": 0}
+    (run,) = train(256, 128, seeds=1)
+    assert run["init_from"] == second | {"init_from": first | {"seed": 0}}
+    # Without learning, weights remain those of the start, with positions repeated.
+    positions = "classifier.encoder.positions.learned.weight"
+    for seed in (0, 1):
+        start, longer = weights(64, seed), weights(128, seed)
+        assert torch.equal(longer.pop(positions), start.pop(positions).repeat(2, 1))
+        assert all(torch.equal(longer[name], value) for name, value in start.items())
+    assert not torch.equal(weights(64, 0)[positions], weights(64, 1)[positions])
+
+
+def test_a_start_without_weights_or_of_other_books_is_refused(data, tmp_path):
+    given = ["train", "128", "--data-root", str(data), "--output", str(tmp_path / "runs")]
+    start = tmp_path / "start" / "64"
+    start.mkdir(parents=True)
+
+    def error(*more):
+        found = CliRunner().invoke(app, [*given, "--init-from", str(start), *more])
+        assert found.exit_code == 2
+        return " ".join(found.output.replace("│", "").split())
+
+    assert "must be written by `experiments.long_documents train`, got no" in error("--authors=3")
+    assert not (tmp_path / "runs").exists()
+    (start / "data.json").write_text('{"authors": "others"}')
+    assert "init_from must have runs on the same books, got" in error("--authors=3")
+    books = Books.read(data / "books")
+    write_json(start / "data.json", identity(books, by_author(books, 3)))
+    (start / "seed0" / "checkpoints").mkdir(parents=True)
+    (start / "seed0" / "checkpoints" / "best.ckpt").touch()
+    assert "init_from must have weights of every seed, but" in error("--authors=3")

@@ -252,10 +252,10 @@ def test_black_pixels_cannot_be_both_masked_and_guessed():
 def test_training_starts_from_pre_trained_weights(tmp_path):
     fit(tmp_path / "before", steps=2, objective=ObjectiveConfig(pixels=1))
     start = tmp_path / "before" / "last.ckpt"
-    before = torch.load(start, weights_only=True)["state_dict"]
+    weights = torch.load(start, weights_only=True)["state_dict"]
     learner = Learner(Majority(), ENCODER, OptimizerConfig(), ObjectiveConfig(), init_from=start)
     name = "classifier.encoder.embedding.weight"
-    assert torch.equal(learner.state_dict()[name], before[name])
+    assert torch.equal(learner.state_dict()[name], weights[name])
     with pytest.raises(ValueError, match=r"last\.ckpt has another model"):
         Learner(
             Majority(),
@@ -264,6 +264,22 @@ def test_training_starts_from_pre_trained_weights(tmp_path):
             ObjectiveConfig(),
             init_from=start,
         )
+    # What trained the weights goes with them, and a run that is resumed keeps its start.
+    before = {
+        "task": "majority",
+        "seed": 0,
+        "labels": True,
+        "steps": 2,
+        "init_from": None,
+    }
+    assert learner.start == before
+    fit(tmp_path / "after", steps=4, init_from=start)
+    last = tmp_path / "after" / "last.ckpt"
+    resumed = fit(tmp_path / "after", steps=4, ckpt_path=last)[1]
+    assert resumed.start == before
+    assert start_from(resumed, last) == before | {"steps": 4, "init_from": before}
+    with pytest.raises(ValueError, match="init_from must be that of the run which is resumed"):
+        fit(tmp_path / "after", steps=4, ckpt_path=last, init_from=last)
     torch.save({"weights": {}}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"other\.pt has no weights"):
         start_from(learner, tmp_path / "other.pt")
@@ -300,6 +316,27 @@ def test_positions_of_a_small_image_are_repeated_or_interpolated():
         assert resized(torch.ones(3, 1), 16, how).shape == (3, 1)
     assert resized(positions, 9, "repeated") is positions
     assert resized(positions, 9, "interpolated").shape == (9, 1)
+
+
+def test_positions_of_a_text_are_repeated_or_interpolated():
+    positions = torch.arange(4.0)[:, None]  # 4 tokens would be an image of 2 x 2
+    assert resized(positions, 9, "repeated", image=False)[:, 0].tolist() == [*range(4)] * 2 + [0]
+    found = resized(positions, 8, "interpolated", image=False)[:, 0].tolist()
+    assert found == [0, 0.25, 0.75, 1.25, 1.75, 2.25, 2.75, 3]
+    assert resized(positions, 4, "interpolated", image=False) is positions
+
+
+@pytest.mark.parametrize("pool", ["mean", "cls"])
+def test_a_longer_text_starts_with_repeated_positions(tmp_path, pool):
+    encoder = replace(ENCODER, attention="flash", positions="learned", pool=pool)
+    before = fit(tmp_path, steps=2, encoder=encoder)[1].classifier.encoder.positions.learned
+    longer = Majority()
+    longer.shape = replace(longer.shape, seq_len=40)
+    given = (longer, encoder, OptimizerConfig(), ObjectiveConfig(), tmp_path / "last.ckpt")
+    learned = Learner(*given, positions_from="repeated").classifier.encoder.positions.learned
+    special, rows = int(pool == "cls"), before.weight[int(pool == "cls") :]
+    assert torch.equal(learned.weight[:special], before.weight[:special])
+    assert torch.equal(learned.weight[special:], torch.cat([rows, rows, rows[:8]]))
 
 
 def test_a_warm_up_is_not_longer_than_its_run():
