@@ -92,6 +92,7 @@ class Case:
             if limited.split == "in place" and limited.fetches_again:
                 plans[Way.LIMITED] = limited
         if self.ranks > 1:
+            plans[Way.COLLECTIVES] = plans[Way.PLAN]
             plans[Way.RING] = ring_plan(self.mask, self.ranks)
         return plans
 

@@ -12,9 +12,14 @@ class Kind(StrEnum):
 
 
 class Way(StrEnum):
-    """Implementations. Limited: a plan whose heads are exchanged in groups, with less memory."""
+    """Implementations.
+
+    Plan: GPUs exchange by copies, if they can. Limited: heads are exchanged in groups, with less
+    memory. All-to-all: the plan, with collectives of NCCL in place of copies.
+    """
 
     PLAN, LIMITED, GATHER, RING = "plan", "plan with limited memory", "all-gather", "ring"
+    COLLECTIVES = "plan with all-to-alls"
 
 
 class Task(StrEnum):

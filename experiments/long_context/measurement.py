@@ -22,6 +22,7 @@ from experiments.memory import peak_bytes
 from experiments.record import useful_flops
 from masks import BlockMask, DynamicMask
 from sparseflash.distributed import ContextPlan, context_parallel_attention, gather
+from sparseflash.distributed.copies import buffer_bytes, drop_buffers
 from sparseflash.distributed.simulation import Attention
 
 TOLERANCE = (
@@ -35,7 +36,7 @@ MAX_RUNS = 10
 BEFORE = 8192
 EXCHANGED = {"cuda": (2**20, 2**24, 2**28, 2**30), "cpu": (2**16, 2**20)}  # bytes of a rank
 OWN = (Way.PLAN, 1)  # the reference of efficiency
-PLANNED = (Way.PLAN, Way.LIMITED)
+PLANNED = (Way.PLAN, Way.LIMITED, Way.COLLECTIVES)
 TIMEOUT = timedelta(minutes=5)
 USABLE = 0.95  # the part of the memory of a device that a run may need
 
@@ -146,6 +147,9 @@ def measure(
     """(rows of a case, why an implementation was skipped), equal on all of its ranks."""
     expected, rows, skipped = None, [], {}
     for way in (way for way in case.plans if way in ways):  # the all-gather first
+        if way is Way.COLLECTIVES and setting.device.type != "cuda":
+            skipped[way] = "without GPUs every plan exchanges by all-to-alls"
+            continue
         needed, most = _needed_bytes(setting, case, way), _memory(setting.device)
         if needed > USABLE * most:
             skipped[way] = f"needs about {needed / 1e9:.0f} of {most / 1e9:.0f} GB of a device"
@@ -161,6 +165,8 @@ def measure(
             rows.append(row)
         if setting.device.type == "cuda":
             torch.cuda.empty_cache()
+        if setting.group is not None:  # those of the next implementation are smaller or larger
+            drop_buffers(setting.group)
     return rows, skipped
 
 
@@ -238,7 +244,9 @@ def _prepared(
     if way is Way.GATHER:
         return partial(all_gather_attention, mask=mask, group=setting.group), own
     selected = mask if isinstance(mask, DynamicMask) else None
-    return partial(context_parallel_attention, plan=plan, group=setting.group, mask=selected), own
+    transport = "collectives" if way is Way.COLLECTIVES else "auto"
+    options = {"plan": plan, "group": setting.group, "mask": selected, "transport": transport}
+    return partial(context_parallel_attention, **options), own
 
 
 def _scores(setting: Setting, blocks: int) -> Tensor:
@@ -292,7 +300,9 @@ def _row(
     with counted() as received:
         forward()
     # Results are freed at the next run, as in a training step.
-    peak = _over_ranks(setting, peak_bytes(both, setting.device))
+    # Nor are the buffers of copies, which are no memory of the caching allocator.
+    needed = peak_bytes(both, setting.device) + buffer_bytes(setting.group)
+    peak = _over_ranks(setting, needed)
     plan, sizes = case.plans[way], setting.sizes
     report = sizes.report(plan)
     gathered = max(report.gathered_bytes) / 1e6

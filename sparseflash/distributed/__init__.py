@@ -8,14 +8,22 @@ if TYPE_CHECKING:
     from sparseflash.distributed.plan import ContextPlan
     from sparseflash.distributed.planning import make_plan
     from sparseflash.distributed.report import Report
-    from sparseflash.distributed.transport import gather
+    from sparseflash.distributed.transport import free_buffers, gather
 
-__all__ = ["ContextPlan", "Report", "context_parallel_attention", "gather", "make_plan"]
+__all__ = [
+    "ContextPlan",
+    "Report",
+    "context_parallel_attention",
+    "free_buffers",
+    "gather",
+    "make_plan",
+]
 
 _MODULES = {
     "ContextPlan": "plan",
     "Report": "report",
     "context_parallel_attention": "attention",
+    "free_buffers": "transport",
     "gather": "transport",
     "make_plan": "planning",
 }

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from masks import DynamicMask
 from sparseflash.arguments import checked_tensors
+from sparseflash.distributed.copies import TransportName
 from sparseflash.distributed.heads import HeadSharing
 from sparseflash.distributed.passes import ContextParallelAttention
 from sparseflash.distributed.plan import ContextPlan
@@ -29,6 +30,7 @@ class _Keywords(CallKeywords, total=False):
     mask: DynamicMask | None
     key_lengths: Tensor | None
     score_tensors: Sequence[Tensor] | None
+    transport: TransportName
     check: bool | None
 
 
@@ -57,6 +59,7 @@ def context_parallel_attention(
     seed: int | None = None,
     score_tensors: Sequence[Tensor] | None = None,
     return_lse: bool = False,
+    transport: TransportName = "auto",
     check: bool | None = None,
     **options: Unpack[OptionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -97,6 +100,11 @@ def context_parallel_attention(
         seed: Seed of dropout, equal on all ranks. The same pairs are dropped as in one process.
         score_tensors: As in sparseflash.attention, for the whole sequence.
         return_lse: Also return the LSE of the queries of this rank.
+        transport: How keys, values and their gradients are exchanged. "collectives": all-to-alls
+            of the process group. "copies": copies between the GPUs of one host, which run beside
+            kernels without delaying them; their buffers, about twice what a rank sends at a time,
+            stay allocated as long as the group. "auto": copies if all ranks are GPUs of one host
+            that can read the memory of each other and no CUDA graph is captured, else collectives.
         check: Whether all ranks first compare their plans and arguments. If they differ, or a rank
             has an invalid argument, all ranks raise an error. The check waits for the device. By
             default it is done in the first call with this plan and group.
@@ -108,7 +116,8 @@ def context_parallel_attention(
 
     Raises:
         TypeError, ValueError: An argument is invalid; the message names it. Without the check, the
-            other ranks wait until the time-out of the group.
+            other ranks wait until the time-out of the group. `transport` is "copies" and the ranks
+            cannot copy.
         BackendError: No backend can compute the call.
         RuntimeError: Another rank died or did not answer within the time-out of the group.
 
@@ -123,11 +132,12 @@ def context_parallel_attention(
     if isinstance(group, DeviceMesh) and group.ndim == 2:
         by_head = {"bias": bias, "sinks": sinks}
         keywords = {"key_lengths": key_lengths, "score_tensors": score_tensors}
+        keywords["transport"] = transport
         shared = ((query, key, value), plan, group, mask, by_head, check, options)
         out, lse = _with_shared_heads(*shared, **keywords)
         return (out, lse) if return_lse else out
     process_group = process_group_of(group, plan.ranks)
-    arguments = (mask, key_lengths, bias, sinks, seed, score_tensors, options)
+    arguments = (mask, key_lengths, bias, sinks, seed, score_tensors, options, transport)
     if check is None:
         check = ("agreed", process_group) not in plan.cache
     try:
@@ -139,6 +149,8 @@ def context_parallel_attention(
     if process_group is not None and check:
         check_agreement(process_group, prepared.facts(query, key), None)
         plan.cache["agreed", process_group] = True
+    if prepared.part.steps:
+        prepared.transport  # noqa: B018  # all ranks get the same error before they exchange
     tensors = (prepared.query, prepared.key, prepared.value, prepared.bias)
     read = () if prepared.score_tensors is None else prepared.score_tensors.tensors
     out, lse = cast(

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sparseflash.distributed.part import Step, count
 from sparseflash.distributed.prepare import Prepared
-from sparseflash.distributed.transport import Exchange
 from sparseflash.merge import add_both_in_place, add_in_place, copy_both_in_place, copy_in_place
 
 EVERY = slice(None)  # all tokens of a tensor
@@ -25,11 +24,11 @@ class Fetch:
 
     def __init__(self, prepared: Prepared, key: Tensor, value: Tensor, step: Step):
         each = self._round = step.round
-        self._own = _of_heads(key, value, step)
-        sent = _empty_rows(self._own, sum(each.send_splits))
-        copy_both_in_place(_views(sent, self._own), self._own, EVERY, each.packed)
-        splits = each.send_splits, each.receive_splits
-        self._exchange = Exchange(prepared.group, sent, *splits, "keys and values")
+        own = self._own = _of_heads(key, value, step)
+        elements = _elements_of_a_row(own)
+        self._exchange = prepared.transport.pulled(each.splits, key, elements, "keys and values")
+        copy_both_in_place(_views(self._exchange.rows, own), own, EVERY, each.packed)
+        self._exchange.start()
 
     def wait(self) -> list[Tensor]:
         """The keys and the values, (batch, heads, tokens, dims), in the order of the sequence."""
@@ -54,10 +53,13 @@ class Return:
     """
 
     def __init__(self, prepared: Prepared, step: Step):
-        self._group, self._step = prepared.group, step
-        self._likes = _of_heads(prepared.key, prepared.value, step)
-        self._rows = _empty_rows(self._likes, step.round.received)
-        self.gradients = _views(self._rows, self._likes) if step.round.arrives_in_order else None
+        self._step, self._likes = step, _of_heads(prepared.key, prepared.value, step)
+        like, elements = self._likes[0], _elements_of_a_row(self._likes)
+        splits, what = step.round.splits.back, "gradients of keys and values"
+        self._exchange = prepared.transport.pushed(splits, like, elements, what)
+        self.gradients = None
+        if step.round.arrives_in_order:
+            self.gradients = _views(self._exchange.rows, self._likes)
 
     def send(self, grads: Sequence[Tensor | None] | None = None) -> None:
         """Sends the gradients of the attended keys and values.
@@ -65,7 +67,7 @@ class Return:
         Args:
             grads: One for each, None for zeros. By default they are those in `gradients`.
         """
-        each, sent = self._step.round, _views(self._rows, self._likes)
+        each, sent = self._step.round, _views(self._exchange.rows, self._likes)
         key, value = grads = sent if grads is None else grads
         if self.gradients is None and key is not None and value is not None:
             copy_both_in_place(sent, (key, value), EVERY, each.received_at)
@@ -75,9 +77,8 @@ class Return:
                     memory.zero_()
                 elif self.gradients is None:
                     copy_in_place(memory, grad, EVERY, each.received_at)
-        splits, what = (each.receive_splits, each.send_splits), "gradients of keys and values"
-        self._exchange = Exchange(self._group, self._rows, *splits, what)
-        del self._rows, self.gradients  # they are freed when they have been sent
+        self._exchange.start()
+        del self.gradients  # the memory is freed when it has been sent
 
     def add_to(self, *totals: Tensor | None) -> None:
         """Adds the received gradients to those of own keys and values, which have all heads."""
@@ -90,7 +91,7 @@ class Return:
         It adds rank by rank: a token may have been sent to several.
         """
         each = self._step.round
-        parts = self._exchange.wait().split(each.send_splits)
+        parts = self._exchange.wait().split(each.splits.send)
         for rows, tokens in zip(parts, each.send, strict=True):
             both, some = _views(rows, self._likes), [x for x in of_heads if x is not None]
             if len(some) == 2:
@@ -99,6 +100,7 @@ class Return:
             for total, part in zip(of_heads, both, strict=True):
                 if total is not None:
                     add_in_place(total, part, tokens)
+        self._exchange.release()
 
 
 def _of_heads(key: Tensor, value: Tensor, step: Step) -> Both:
@@ -109,8 +111,12 @@ def _of_heads(key: Tensor, value: Tensor, step: Step) -> Both:
 
 def _empty_rows(likes: Both, tokens: int) -> Tensor:
     """Uninitialised rows for as many tokens, with batch, heads and dims of `likes`."""
-    elements = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in likes)
-    return likes[0].new_empty(tokens, elements)
+    return likes[0].new_empty(tokens, _elements_of_a_row(likes))
+
+
+def _elements_of_a_row(likes: Both) -> int:
+    """The number of elements of the row of a token."""
+    return sum(x.shape[0] * x.shape[1] * x.shape[3] for x in likes)
 
 
 def _views(rows: Tensor, likes: Both) -> Both:

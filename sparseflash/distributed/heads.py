@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sparseflash.distributed.transport import Exchange
+from sparseflash.distributed.exchange import exchanged
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ def _to_heads(tensor: Tensor, sharing: HeadSharing) -> Tensor:
     ranks = len(sharing.tokens)
     rows = tensor.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1).contiguous()
     splits = ([sharing.own] * ranks, list(sharing.tokens))
-    return Exchange(sharing.group, rows, *splits, "heads").wait().permute(1, 2, 0, 3)
+    return exchanged(sharing.group, rows, *splits, "heads").wait().permute(1, 2, 0, 3)
 
 
 def _to_tokens(tensor: Tensor, sharing: HeadSharing) -> Tensor:
     ranks = len(sharing.tokens)
     rows = tensor.permute(2, 0, 1, 3).contiguous()
     splits = (list(sharing.tokens), [sharing.own] * ranks)
-    came = Exchange(sharing.group, rows, *splits, "heads").wait()
+    came = exchanged(sharing.group, rows, *splits, "heads").wait()
     return came.unflatten(0, (ranks, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2)

@@ -22,6 +22,7 @@ from masks._core.intervals import Runs, union
 from masks.lookup_table import moved
 from sparseflash.dispatch.call import Positions
 from sparseflash.distributed.assign import Split, Workload
+from sparseflash.distributed.exchange import Splits
 
 # The most chunks of the keys of shared rows, or of the queries of heavy keys, and the least blocks
 # of one: with 16 heads there are enough work tiles for a GPU, and most of the time of a tile is
@@ -55,7 +56,7 @@ class Round:
 
     Attributes:
         send: For each rank, the own tokens that are sent to it.
-        send_splits, receive_splits: Number of tokens sent to and received from each rank.
+        splits: Number of tokens that each rank sends to each other one.
         columns: int64 (blocks,), ascending: key blocks of the sequence that are attended. These
             are the received ones and, with split="rows", the own ones of waiting rows.
         received_at: Index among the tokens of `columns` of each received token, in the order in
@@ -72,8 +73,7 @@ class Round:
     """
 
     send: tuple[Tokens, ...]
-    send_splits: list[int]
-    receive_splits: list[int]
+    splits: Splits
     columns: Tensor
     received_at: Tokens
     own: Tokens
@@ -89,7 +89,7 @@ class Round:
     @property
     def received(self) -> int:
         """Number of tokens that are received."""
-        return sum(self.receive_splits)
+        return sum(self.splits.receive)
 
     @cached_property
     def attended(self) -> int:
@@ -261,8 +261,9 @@ class Fetches:
             columns = columns[self._owner_of(columns) == rank]
             sent.append(_tokens_of(own_first[columns], tokens[columns]))
         received = of_ranks[rank]
-        splits = torch.zeros(len(self.fetched), dtype=torch.int64)
-        splits.index_add_(0, self._owner_of(received), tokens[received])
+        counts = torch.zeros(2 * [len(self.fetched)], dtype=torch.int64)
+        for receiver, columns in enumerate(of_ranks):
+            counts[:, receiver].index_add_(0, self._owner_of(columns), tokens[columns])
         rows = self._attending(rank, received.sort().values)
         own_columns = received[:0]
         if by_rows and len(rows):
@@ -283,8 +284,7 @@ class Fetches:
         numbers = self.rows_of(rank)[rows]
         return Round(
             send=tuple(map(_as_slice, sent)),
-            send_splits=list(map(len, sent)),
-            receive_splits=splits.tolist(),
+            splits=Splits(rank, counts.tolist()),
             columns=columns,
             received_at=_as_slice(positions[0]),
             own=_as_slice(_tokens_of(own_first[own_columns], tokens[own_columns])),

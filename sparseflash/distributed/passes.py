@@ -252,8 +252,13 @@ class _Backward:
         return returning
 
     def _run_parts(self) -> "deque[Return]":
-        """Computes all gradients but those that other ranks send and that are not added yet."""
-        own_last = self._prepared.own is not None and not self._prepared.plan.fetches_again
+        """Computes all gradients but those that other ranks send and that are not added yet.
+
+        All ranks start exchanges, and wait for them, in the same order, also one that has no own
+        part. Copies rely on it.
+        """
+        limited = self._prepared.plan.fetches_again
+        own_last = self._prepared.own is not None and not limited
         fetched, returning = self._fetched_of_steps(), deque[Return]()
         if not own_last:
             self._add_own()
@@ -270,8 +275,8 @@ class _Backward:
                 self._hold_step(number, grads)
             else:  # those of a step are sent while the next one is computed
                 self._add_step(number, grads)
-                if len(returning) > 1:
-                    returning.popleft().add_to(*self._grads[1:3])
+            if limited and len(returning) > 1:
+                returning.popleft().add_to(*self._grads[1:3])
             del grads, both
         if own_last:
             self._add_own()

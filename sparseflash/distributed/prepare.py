@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from sparseflash import arguments
 from sparseflash.dispatch.call import Call, Plan, Positions
 from sparseflash.dispatch.plan import find_plan, fixed_block_sizes
 from sparseflash.dispatch.spec import CallFacts
+from sparseflash.distributed.copies import TransportName, transport_of
+from sparseflash.distributed.exchange import Transport
 from sparseflash.distributed.part import (
     Heads,
     HeavyKeys,
@@ -64,6 +66,12 @@ class Prepared:
     call_facts: CallFacts
     block_scores: Tensor | None
     score_tensors: ScoreTensors | None
+    transport_name: TransportName
+
+    @cached_property
+    def transport(self) -> Transport:
+        """How rows are moved between ranks."""
+        return transport_of(self.transport_name, self.group, self.query.device)
 
     def without_tensors(self) -> "Prepared":
         """The same call for the backward pass, which gets query, key and value from autograd.
@@ -74,7 +82,8 @@ class Prepared:
         one = self.query.new_empty(())
         query, key, value = (one.expand(x.shape) for x in (self.query, self.key, self.value))
         found = replace(self, query=query, key=key, value=value)
-        calls = {name: vars(self)[name] for name in ("own", "in_place") if name in vars(self)}
+        names = ("own", "in_place", "transport")
+        calls = {name: vars(self)[name] for name in names if name in vars(self)}
         vars(found).update(calls)  # they are cached properties, which depend on the strides too
         return found
 
@@ -85,6 +94,7 @@ class Prepared:
             # A plan in place is another one for calls with these arguments.
             "split, which bias, key_lengths and mask choose,": self.plan.split,
             "plan": self.plan.digest,
+            "transport": self.transport_name,
             "batch, heads and head_dim of query": (*query.shape[:2], query.shape[3]),
             "heads of key": key.shape[1],
             "value_dim": self.value.shape[3],
@@ -323,6 +333,7 @@ def prepare(
     seed: int | None,
     score_tensors: Sequence[Tensor] | None,
     options: Mapping[str, Any],
+    transport: TransportName = "auto",
 ) -> Prepared:
     """Checks all arguments of a call.
 
@@ -330,6 +341,9 @@ def prepare(
         TypeError, ValueError: An argument is invalid.
         BackendError: No backend can compute the call.
     """
+    if transport not in get_args(TransportName):
+        allowed = " or ".join(f'"{name}"' for name in get_args(TransportName))
+        raise ValueError(f"transport must be {allowed}, got {transport!r}")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if isinstance(tensor, Tensor) and not arguments.are_plain(tensor):
             kind = "negated view" if tensor.is_neg() else type(tensor).__name__
@@ -373,6 +387,7 @@ def prepare(
         call_facts=facts._replace(positions=True, shares_device=plan.ranks > 1),
         block_scores=None if mask is None else arguments.checked_block_scores(mask),
         score_tensors=read,
+        transport_name=transport,
     )
     if plan.split == "in place" and prepared.in_place is None:
         plan = plan.not_in_place

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from masks import BlockMask
 from sparseflash.dispatch.call import Call
+from sparseflash.distributed.exchange import Exchange, exchanged
 from sparseflash.distributed.part import SharedRows, in_chunks, repeated
 from sparseflash.distributed.prepare import Prepared
-from sparseflash.distributed.transport import Exchange
 from sparseflash.merge import merge_attention
 
 WHAT = "shared rows"
@@ -145,7 +145,7 @@ def _to_all(prepared: Prepared, rows: SharedRows, own: Tensor) -> Exchange:
     """Sends (batch, heads, tokens of own rows, dims) to all ranks."""
     packed = own.permute(2, 0, 1, 3).repeat(len(rows.tokens), 1, 1, 1)
     splits = [own.shape[2]] * len(rows.tokens)
-    return Exchange(prepared.group, packed, splits, rows.tokens, WHAT)
+    return exchanged(prepared.group, packed, splits, rows.tokens, WHAT)
 
 
 def _of_all(rows: SharedRows, exchange: Exchange) -> Tensor:
@@ -158,7 +158,7 @@ def _to_owners(prepared: Prepared, rows: SharedRows, results: Tensor) -> Exchang
     packed = torch.empty_like(results.permute(2, 0, 1, 3), memory_format=torch.contiguous_format)
     packed[rows.order] = results.permute(2, 0, 1, 3)
     splits = [rows.own_tokens] * len(rows.tokens)
-    return Exchange(prepared.group, packed, rows.tokens, splits, WHAT)
+    return exchanged(prepared.group, packed, rows.tokens, splits, WHAT)
 
 
 def _of_every_rank(rows: SharedRows, exchange: Exchange) -> Tensor:

@@ -1,8 +1,6 @@
-"""Communication of ranks: all-to-alls of keys, values and gradients; checks; `gather`."""
+"""The process group of a call, the check that all ranks agree, and `gather`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +8,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from sparseflash.distributed.copies import drop_buffers
+from sparseflash.distributed.exchange import explain_errors
 from sparseflash.distributed.plan import ContextPlan
 
 Group = ProcessGroup | DeviceMesh | None
@@ -25,60 +25,24 @@ def process_group_of(group: Group, ranks: int) -> ProcessGroup | None:
         TypeError: `group` has another type.
         ValueError: `group` does not have `ranks` ranks.
     """
-    if not isinstance(group, Group):
-        raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {group!r}")
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"group must be a mesh of one dimension, got {group}")
-        group = group.get_group()
-    if group is None and dist.is_initialized() and (ranks > 1 or dist.get_world_size() == 1):
-        group = dist.group.WORLD
-    size = 1 if group is None else group.size()
+    found = _process_group(group)
+    if found is None and dist.is_initialized() and (ranks > 1 or dist.get_world_size() == 1):
+        found = dist.group.WORLD
+    size = 1 if found is None else found.size()
     if size != ranks:
         raise ValueError(f"group must have the {ranks} ranks of the plan, got {size}")
-    return group
+    return found
 
 
-class Exchange:
-    """An asynchronous all-to-all of the rows of `source`, which are split by rank.
-
-    The constructor starts it. `wait`, which is called once, returns the received rows.
-    """
-
-    def __init__(
-        self,
-        group: ProcessGroup | None,
-        source: Tensor,
-        send_splits: list[int],
-        receive_splits: list[int],
-        what: str,
-    ):
-        self._source, self._what = source, what  # the source must not be freed before it is sent
-        self._received = source.new_empty(sum(receive_splits), *source.shape[1:])
-        with _explain_errors(what):
-            self._work = dist.all_to_all_single(
-                *(self._received, source, receive_splits, send_splits, group), async_op=True
-            )
-
-    def wait(self) -> Tensor:
-        """The received rows. On a GPU the current stream waits for them, on a CPU the caller."""
-        with _explain_errors(self._what):
-            cast(dist.Work, self._work).wait()
-        received = self._received
-        # They are freed when the caller is done with them. The work of NCCL refers to them, too.
-        del self._source, self._received, self._work
-        return received
-
-
-@contextmanager
-def _explain_errors(data: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"context_parallel_attention could not exchange {data}: another rank failed, timed "
-            "out or made a different call; with check=True every rank reports which one"
-        ) from error
+def _process_group(group: Group) -> ProcessGroup | None:
+    """The process group of a mesh of one dimension, or the group itself."""
+    if not isinstance(group, Group):
+        raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {group!r}")
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ValueError(f"group must be a mesh of one dimension, got {group}")
+    return group.get_group()
 
 
 def disagreement(group: ProcessGroup, values: dict[str, Any], problem: str | None) -> str | None:
@@ -97,7 +61,7 @@ def disagreement(group: ProcessGroup, values: dict[str, Any], problem: str | Non
         RuntimeError: A rank did not answer.
     """
     answers: list[Any] = [None] * group.size()
-    with _explain_errors("its arguments"):
+    with explain_errors("its arguments"):
         dist.all_gather_object(answers, (values, problem), group=group)
     problems = [f"rank {r}: {text}" for r, (_, text) in enumerate(answers) if text is not None]
     if problems:
@@ -151,7 +115,26 @@ def gather(shard: Tensor, plan: ContextPlan, dim: int, group: Group = None) -> T
     padded = shard.movedim(dim, 0).new_empty(max(lengths), *shard.movedim(dim, 0).shape[1:])
     padded[: lengths[rank]] = shard.movedim(dim, 0)
     shards = [torch.empty_like(padded) for _ in lengths]
-    with _explain_errors("shards"):
+    with explain_errors("shards"):
         dist.all_gather(shards, padded, group=process_group)
     parts = [part[:n].movedim(0, dim) for part, n in zip(shards, lengths, strict=True)]
     return plan.unshard(parts, dim)
+
+
+def free_buffers(group: Group = None) -> None:
+    """Frees the buffers of exchanges by copies; the next exchange allocates new ones.
+
+    All ranks of the group must call it, without a pass in progress. It waits for the device.
+
+    Args:
+        group: The ranks, as a process group or a mesh of one dimension; by default all processes.
+
+    Raises:
+        TypeError, ValueError: `group` has another type, or is a mesh of several dimensions.
+        RuntimeError: Another rank died or did not answer within the time-out of the group.
+    """
+    found = _process_group(group)
+    if found is None and dist.is_initialized():
+        found = dist.group.WORLD
+    if found is not None:
+        drop_buffers(found)

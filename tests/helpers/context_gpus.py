@@ -1,6 +1,6 @@
 """What each rank does in tests of attention over a sequence that GPUs share."""
 
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -10,7 +10,14 @@ from torch import Tensor
 import masks
 import sparseflash
 from masks import BlockMask
-from sparseflash.distributed import context_parallel_attention, gather, make_plan, part
+from sparseflash.distributed import (
+    context_parallel_attention,
+    copies,
+    free_buffers,
+    gather,
+    make_plan,
+    part,
+)
 
 HEADS, KV_HEADS, LENGTH, DIMS, BLOCK = 4, 2, 2000, 128, 128
 
@@ -41,6 +48,7 @@ def errors(
     k: int | None = None,
     length: int = LENGTH,
     batch: int = 2,
+    transport: Literal["auto", "collectives", "copies"] = "copies",
 ) -> dict[str, float]:
     """The largest difference to one GPU of out and gradients, relative to the largest value.
 
@@ -52,6 +60,7 @@ def errors(
         k: Number of blocks that a DynamicMask selects for each block row; None for all.
         length: Number of tokens.
         batch: Number of batch elements.
+        transport: How the two GPUs exchange.
     """
     device = torch.device("cuda", rank)
     mask = mask_of(name, length)
@@ -74,7 +83,7 @@ def errors(
     extras = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in extras.items()}
     out = sparseflash.attention(*whole, used, **extras)
     expected = (out.detach(), *torch.autograd.grad(out, whole, grad_out))
-    found = context_parallel_attention(*own, plan, mask=selected, **extras)
+    found = context_parallel_attention(*own, plan, mask=selected, transport=transport, **extras)
     grads = torch.autograd.grad(found, own, plan.shard(grad_out, rank, 2))
     names = ("out", "query", "key", "value")
     results = zip(names, (found.detach(), *grads), expected, strict=True)
@@ -106,3 +115,48 @@ def same_bits(rank: int, name: str, length: int) -> bool:
         out.float().square().sum().backward()
         results.append((out, own.grad))
     return all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def layers(rank: int) -> tuple[bool, bool]:
+    """(whether results by copies and by collectives are equal, whether buffers can be freed)
+
+    Each layer reads the result of the one before. Lengths change, so that buffers do.
+    """
+    device, results = torch.device("cuda", rank), []
+    for transport in ("copies", "collectives"):
+        found = []
+        for length in (WHOLE, 2 * WHOLE, WHOLE):
+            plan = make_plan(mask_of("butterfly", length), dist.get_world_size())
+            generator = torch.Generator(device).manual_seed(0)
+            whole = torch.randn(3, 1, KV_HEADS, length, DIMS, generator=generator, device=device)
+            own = plan.shard(whole.bfloat16(), rank, 3).requires_grad_()
+            query, key, value = own.unbind()
+            for _ in range(4):
+                query = context_parallel_attention(query, key, value, plan, transport=transport)
+            query.float().square().sum().backward()
+            found += [query.detach(), own.grad]
+        results.append(found)
+    group = dist.group.WORLD
+    held = copies.buffer_bytes(group)
+    free_buffers()
+    equal = all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    return equal, held > 0 and copies.buffer_bytes(group) == 0
+
+
+def refused_in_a_graph(rank: int) -> str:
+    """The error of copies while a CUDA graph is captured."""
+    plan = make_plan(mask_of("butterfly", WHOLE), dist.get_world_size())
+    device, stream = torch.device("cuda", rank), torch.cuda.Stream()
+    own = torch.zeros(3, 1, 2, len(plan.positions(rank)), DIMS, device=device).bfloat16()
+    torch.cuda.synchronize()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        try:
+            context_parallel_attention(*own.unbind(), plan, transport="copies", check=False)
+        except ValueError as error:
+            return str(error)
+        finally:
+            graph.capture_end()
+    return "nothing was refused"

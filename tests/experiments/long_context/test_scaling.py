@@ -50,7 +50,7 @@ def test_a_ring_brings_every_shard_once():
     plan = ring_plan(masks.local((100, 0))(1024, 64), 4)
     for rank in range(4):
         rounds = plan.part(rank).rounds
-        senders = [each.receive_splits for each in rounds]
+        senders = [each.splits.receive for each in rounds]
         assert senders == [[256 * (i == (rank + n) % 4) for i in range(4)] for n in (1, 2, 3)]
     assert [each.mask is None for each in plan.part(0).rounds] == [True] * 3
     assert [each.mask is None for each in plan.part(3).rounds] == [True, True, False]

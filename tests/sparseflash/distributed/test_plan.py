@@ -107,8 +107,8 @@ def test_what_one_rank_sends_another_receives(drawn):
     moved = torch.zeros(plan.ranks, plan.ranks, dtype=torch.int64)
     for number in range(plan.num_rounds):
         rounds = [part.rounds[number] for part in parts]
-        received = torch.tensor([each.receive_splits for each in rounds])
-        sent = torch.tensor([each.send_splits for each in rounds])
+        received = torch.tensor([each.splits.receive for each in rounds])
+        sent = torch.tensor([each.splits.send for each in rounds])
         assert torch.equal(received, sent.T)
         if plan.round_tokens is not None:
             if plan.split == "in place":
@@ -238,10 +238,10 @@ def test_keys_of_several_ranks_that_would_be_mixed_are_exchanged_in_pairs_of_ran
     for rank in range(4):
         rounds = plan.part(rank).rounds
         assert all(each.arrives_in_order for each in rounds)
-        senders = [[n for n, count in enumerate(each.receive_splits) if count] for each in rounds]
+        senders = [[n for n, count in enumerate(each.splits.receive) if count] for each in rounds]
         assert all(each in ([], [rank ^ n]) for each, n in zip(senders, (1, 2, 3), strict=True))
         received = [
-            sum(splits) for splits in zip(*(x.receive_splits for x in rounds), strict=True)
+            sum(splits) for splits in zip(*(x.splits.receive for x in rounds), strict=True)
         ]
         assert received == plan.traffic()[rank].tolist()
     # Three ranks have pairs too, of which one rank is left out in each round.
@@ -275,7 +275,7 @@ def test_keys_of_ranks_that_are_mixed_arrive_in_rounds():
     for rank in range(4):
         for each in plan.part(rank).rounds:
             assert isinstance(each.received_at, slice)
-            assert sum(count > 0 for count in each.receive_splits) <= 1
+            assert sum(count > 0 for count in each.splits.receive) <= 1
 
 
 def test_masks_of_heads_are_fetched_by_each_head():

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from sparseflash.distributed.transport import Exchange
+from sparseflash.distributed.exchange import exchanged
 
 
 def test_what_was_exchanged_is_freed_when_the_caller_is_done_with_it(monkeypatch):
@@ -23,7 +23,7 @@ def test_what_was_exchanged_is_freed_when_the_caller_is_done_with_it(monkeypatch
 
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
     source = torch.empty(4, 2)
-    exchange = Exchange(None, source, [2, 2], [1, 3], "keys and values")
+    exchange = exchanged(None, source, [2, 2], [1, 3], "keys and values")
     sent, received = weakref.ref(source), exchange.wait()
     assert received.shape == (4, 2)
     assert works[0]() is None

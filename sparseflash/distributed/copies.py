@@ -1,0 +1,361 @@
+"""Exchanges between the GPUs of one host by copy engines, which leave multiprocessors to kernels.
+
+The kernel of an all-to-all of NCCL needs multiprocessors. If a kernel of attention runs on all of
+them, each of the two delays the other. The copy engines of a GPU need none, so a copy and a kernel
+run side by side. A rank copies from and to memory of the other ranks that it has mapped: a
+`Buffer`. An exchange has two forms, and each needs one barrier, a tiny all-reduce for which the
+current stream waits:
+
+    pulled    the sender writes rows to its buffer | barrier | each receiver copies them
+    pushed    the sender copies rows to the buffers of receivers | barrier | they are read there
+
+Buffers are used again, so what is kept after the exchange must be pulled. The barrier of a pushed
+exchange comes last, so that a push can be overlapped with kernels although ranks start it at
+different times.
+
+A rank that takes part in a barrier has launched its reads of all earlier exchanges. So a buffer is
+free after the first barrier that follows its release, and all ranks choose the same buffer without
+communication.
+"""
+
+import socket
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sparseflash.distributed.exchange import (
+    Collectives,
+    Exchange,
+    Splits,
+    Transport,
+    explain_errors,
+)
+
+TransportName = Literal["auto", "collectives", "copies"]
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# A larger buffer than needed is also large enough for the next, slightly longer sequence.
+SIZES_OF_AN_OCTAVE = 4
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Memory of equal size on each rank, which all ranks of a group have mapped.
+
+    Attributes:
+        of_ranks: uint8 (bytes,): the memory of each rank.
+        released: Number of barriers before the buffer was released; None if it is in use.
+    """
+
+    of_ranks: list[Tensor]
+    released: int | None = -1
+
+    @property
+    def nbytes(self) -> int:
+        return self.of_ranks[0].nbytes
+
+
+class SharedMemory:
+    """The buffers of a group on one stream of a device, and the stream of its copies."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device):
+        self.device, self.rank = device, group.rank()
+        self._buffers: list[Buffer] = []
+        self._barriers = 0
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def take(self, group: ProcessGroup, nbytes: int) -> Buffer:
+        """A free buffer of at least `nbytes` bytes, the smallest, or a new one."""
+        free = [x for x in self._buffers if x.released is not None and x.released < self._barriers]
+        large = [x for x in free if x.nbytes >= nbytes]
+        if large:
+            found = min(large, key=lambda x: x.nbytes)
+        else:
+            if free:  # they are replaced by the new one
+                self.barrier(group)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+                self._buffers = [x for x in self._buffers if x not in free]
+            found = Buffer(self._allocated(group, _rounded(nbytes)))
+            self._buffers.append(found)
+        found.released = None
+        return found
+
+    def release(self, buffer: Buffer) -> None:
+        """Says that this rank has launched all of its reads of a buffer."""
+        buffer.released = self._barriers
+
+    def barrier(self, group: ProcessGroup) -> None:
+        """The current stream waits until those of all ranks come here."""
+        dist.all_reduce(self._arrived, op=dist.ReduceOp.MAX, group=group)
+        self._barriers += 1
+
+    def copy(self, pairs: Callable[[], list[tuple[Tensor, Tensor]]]) -> None:
+        """Copies (to, from) beside the current stream, after what that has launched."""
+        if self._copying is None:
+            context = nullcontext()
+        else:
+            self._copying.wait_stream(torch.cuda.current_stream(self.device))
+            context = torch.cuda.stream(self._copying)
+        with context:
+            for target, source in pairs():
+                target.copy_(source, non_blocking=True)
+
+    def wait(self) -> None:
+        """The current stream waits for all copies of this rank."""
+        if self._copying is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._copying)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers of this rank. The statistics of torch.cuda do not count them."""
+        return sum(x.nbytes for x in self._buffers)
+
+    def _allocated(self, group: ProcessGroup, nbytes: int) -> list[Tensor]:
+        """New memory of all ranks."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        own = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
+        handle = symmetric.rendezvous(own, group)
+        return [
+            own if rank == self.rank else handle.get_buffer(rank, (nbytes,), torch.uint8)
+            for rank in range(group.size())
+        ]
+
+
+class _Copied(Exchange):
+    """What pulled and pushed exchanges have in common."""
+
+    def __init__(self, copies: "Copies", splits: Splits, like: Tensor, elements: int, what: str):
+        self._group, self._memory, self._what = copies.group, copies.memory, what
+        self._splits, self._like, self._elements = splits, like, elements
+
+    def _take(self) -> None:
+        """Takes a buffer for the rows that the rank with most of them sends or receives."""
+        of_ranks = self._rows_of_a_buffer()
+        nbytes = max(of_ranks) * self._elements * self._like.element_size()
+        self._buffer = self._memory.take(self._group, nbytes)
+
+    @abstractmethod
+    def _rows_of_a_buffer(self) -> list[int]:
+        """The number of rows in the buffer of each rank."""
+
+    def _part(self, rank: int, first: int, count: int) -> Tensor:
+        """Some rows in the buffer of a rank."""
+        size = self._elements * self._like.element_size()
+        memory = self._buffer.of_ranks[rank][first * size : (first + count) * size]
+        return memory.view(self._like.dtype).unflatten(0, (count, self._elements))
+
+    def _others(self) -> list[int]:
+        """The other ranks from the next one on, so that not all use the same one at a time."""
+        rank, ranks = self._splits.rank, len(self._splits.counts)
+        return [(rank + distance) % ranks for distance in range(1, ranks)]
+
+
+class _Pulled(_Copied):
+    """Rows in the buffer of their sender, which the receivers copy."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._take()
+        self.rows = self._part(self._splits.rank, 0, sum(self._splits.send))
+
+    def _rows_of_a_buffer(self) -> list[int]:
+        return [sum(of_sender) for of_sender in self._splits.counts]
+
+    def start(self) -> None:
+        splits = self._splits
+        self._received = self._like.new_empty(sum(splits.receive), self._elements)
+        with explain_errors(self._what):
+            self._memory.barrier(self._group)
+        parts = self._received.split(splits.receive)
+
+        def pairs() -> list[tuple[Tensor, Tensor]]:
+            found = []
+            for sender in self._others():
+                first = sum(splits.counts[sender][: splits.rank])
+                count = splits.receive[sender]
+                found.append((parts[sender], self._part(sender, first, count)))
+            return found
+
+        self._memory.copy(pairs)
+
+    def wait(self) -> Tensor:
+        self._memory.wait()
+        self._memory.release(self._buffer)
+        received = self._received
+        del self.rows, self._received, self._buffer
+        return received
+
+    def release(self) -> None:
+        pass  # the received rows are not in a buffer
+
+
+class _Pushed(_Copied):
+    """Rows that their sender copies to the buffers of the receivers, where they are read."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.rows = self._like.new_empty(sum(self._splits.send), self._elements)
+
+    def _rows_of_a_buffer(self) -> list[int]:
+        return [sum(of_receiver) for of_receiver in self._splits.back.counts]
+
+    def start(self) -> None:
+        self._take()
+        splits = self._splits
+        parts = self.rows.split(splits.send)
+
+        def pairs() -> list[tuple[Tensor, Tensor]]:
+            found = []
+            for receiver in self._others():
+                first = sum(of_sender[receiver] for of_sender in splits.counts[: splits.rank])
+                count = splits.send[receiver]
+                found.append((self._part(receiver, first, count), parts[receiver]))
+            return found
+
+        self._memory.copy(pairs)
+
+    def wait(self) -> Tensor:
+        self._memory.wait()
+        with explain_errors(self._what):
+            self._memory.barrier(self._group)
+        del self.rows
+        return self._part(self._splits.rank, 0, sum(self._splits.receive))
+
+    def release(self) -> None:
+        self._memory.release(self._buffer)
+        del self._buffer
+
+
+class Copies(Transport):
+    """Copies between the ranks of a group, all of which are GPUs of one host."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device):
+        self.group, self._device = group, device
+
+    @property
+    def memory(self) -> SharedMemory:
+        """The buffers of the current stream, which the work of other streams does not touch."""
+        device = self._device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        of_streams = _MEMORIES.setdefault(self.group, {})
+        if stream not in of_streams:
+            of_streams[stream] = SharedMemory(self.group, device)
+        return of_streams[stream]
+
+    def pulled(self, splits: Splits, like: Tensor, elements: int, what: str) -> Exchange:
+        return _Pulled(self, splits, like, elements, what)
+
+    def pushed(self, splits: Splits, like: Tensor, elements: int, what: str) -> Exchange:
+        return _Pushed(self, splits, like, elements, what)
+
+
+# The buffers of each group by stream, and why its ranks cannot copy. Both live as long as the
+# group: to map memory takes longer than a call.
+_MEMORIES: WeakKeyDictionary[ProcessGroup, dict[int, SharedMemory]] = WeakKeyDictionary()
+_REFUSALS: WeakKeyDictionary[ProcessGroup, str | None] = WeakKeyDictionary()
+
+
+def transport_of(
+    name: TransportName, group: ProcessGroup | None, device: torch.device
+) -> Transport:
+    """The transport of a call; all ranks must ask for the same one.
+
+    Args:
+        name: "collectives", "copies", or "auto" for copies where they are possible.
+        group: The ranks.
+        device: The device of the tensors of this rank.
+
+    Raises:
+        ValueError: `name` is "copies", and the ranks cannot copy; the same on every rank.
+    """
+    if group is None or name == "collectives" or (name == "auto" and device.type != "cuda"):
+        return Collectives(group)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # Which buffer is free is decided when a graph is captured, and not when it is replayed.
+        problem: str | None = "a CUDA graph is being captured"
+    else:
+        if group not in _REFUSALS:
+            _REFUSALS[group] = refusal(group, device)
+        problem = _REFUSALS[group]
+    if problem is None:
+        return Copies(group, device)
+    if name == "copies":
+        raise ValueError(f'transport must be "auto" or "collectives", because {problem}')
+    return Collectives(group)
+
+
+def drop_buffers(group: ProcessGroup) -> None:
+    """Frees the buffers of a group; all ranks must call it. It waits for the device."""
+    of_streams = _MEMORIES.pop(group, {})
+    for memory in of_streams.values():
+        memory.wait()
+        if memory.device.type == "cuda":
+            torch.cuda.synchronize(memory.device)
+    if of_streams:
+        with explain_errors("that they free their buffers"):
+            dist.barrier(group)  # no rank reads them any more
+    del of_streams
+
+
+def buffer_bytes(group: ProcessGroup | None) -> int:
+    """Bytes of the buffers of a group on this rank."""
+    of_streams = {} if group is None else _MEMORIES.get(group, {})
+    return sum(memory.nbytes for memory in of_streams.values())
+
+
+def refusal(group: ProcessGroup, device: torch.device) -> str | None:
+    """Why the ranks of a group cannot copy from each other; None if they can.
+
+    All ranks must call it, and all get the same answer.
+    """
+    answers: list[Any] = [None] * group.size()
+    with explain_errors("their devices"):
+        dist.all_gather_object(answers, _place(device), group=group)
+    problems = [f"rank {r}: {each}" for r, each in enumerate(answers) if isinstance(each, str)]
+    if problems:
+        return problems[0]
+    hosts, devices = {host for host, _ in answers}, [number for _, number in answers]
+    if len(hosts) > 1:
+        return f"the ranks are on {len(hosts)} hosts"
+    if len(set(devices)) < len(devices):
+        return "several ranks have the same GPU"
+    reachable = all(
+        torch.cuda.can_device_access_peer(device, other)
+        for other in devices
+        if other != device.index
+    )
+    everywhere: list[Any] = [None] * group.size()
+    with explain_errors("their devices"):
+        dist.all_gather_object(everywhere, reachable, group=group)
+    return None if all(everywhere) else "a GPU cannot read the memory of another one"
+
+
+def _place(device: torch.device) -> tuple[tuple[str, str], int] | str:
+    """(host, number of the device); or why its memory cannot be mapped by other processes."""
+    if device.type != "cuda":
+        return f"the tensors are on {device}, not on a GPU"
+    if torch.version.hip is not None:
+        return "the GPU is not from NVIDIA"
+    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+    return (socket.gethostname(), boot), _index(device)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _rounded(nbytes: int) -> int:
+    """The next of SIZES_OF_AN_OCTAVE sizes between a power of two and the next one."""
+    step = max(1, 2 ** (max(nbytes, 1).bit_length() - 1) // SIZES_OF_AN_OCTAVE)
+    return max(-(-nbytes // step) * step, 1 << 12)

@@ -1,0 +1,163 @@
+"""Exchanges by copies: with files in place of the memory of GPUs, against one process."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+import masks
+from sparseflash.distributed import context_parallel_attention, copies, free_buffers, make_plan
+from sparseflash.distributed.copies import Copies, SharedMemory, transport_of
+from sparseflash.distributed.exchange import Collectives, Splits
+from tests.helpers import context_parallel as cases
+from tests.helpers.copied import FileMemory, with_copies
+from tests.helpers.ranks import Ranks
+
+EXACT = 1e-12
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+def ranks(request, tmp_path_factory):
+    started = Ranks(request.param, tmp_path_factory.mktemp("ranks") / "meeting")
+    yield started
+    started.close()
+
+
+def check_exact(answers):
+    for answer in answers:
+        assert isinstance(answer, dict), answer
+        assert max(answer.values()) < EXACT, answer
+
+
+@pytest.mark.parametrize("mask", ["causal", "empty rows", "butterfly", "head masks"])
+@pytest.mark.parametrize(
+    ("strategy", "split"),
+    [
+        *(("contiguous", "rows"), ("shuffled", "keys")),
+        *(("zigzag", "rounds"), ("zigzag", "shared rows")),
+    ],
+)
+def test_same_as_one_process(ranks, mask, strategy, split):
+    check_exact(ranks.run(with_copies, cases.errors, mask, strategy, split, {}))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_in_place(ranks, groups):
+    for mask in ("butterfly", "causal", "global tokens"):
+        answers = ranks.run(with_copies, cases.errors_in_groups, mask, "shuffled", (), groups, 1)
+        check_exact([errors for errors, *_ in answers])
+
+
+@pytest.mark.parametrize("split", ["rows", "rounds"])
+def test_a_second_backward_pass_and_equal_bits(ranks, split):
+    assert all(ranks.run(with_copies, cases.second_backward_pass, "butterfly", split))
+    assert all(ranks.run(with_copies, cases.same_bits, split))
+
+
+def exchanged(rank: int) -> list[int]:
+    """The number of buffers after each of some exchanges; checks what ranks receive."""
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    assert group is not None
+    size, found, like = group.size(), [], torch.empty(0, dtype=torch.float64)
+    free_buffers(group)  # of other tests
+    with mock.patch.object(copies, "SharedMemory", FileMemory):
+        transport = Copies(group, torch.device("cpu"))
+        # Rank a sends a + b rows to rank b, and none to itself.
+        counts = [[(a + b) * (a != b) for b in range(size)] for a in range(size)]
+        for number in range(6):
+            kind = (transport.pulled, transport.pushed)[number % 3 == 2]
+            splits, elements = Splits(rank, counts), 3 if number < 4 else 300
+            exchange = kind(splits, like, elements, "rows")
+            values = [number + 10 * rank + b for b in range(size) for _ in range(counts[rank][b])]
+            exchange.rows.copy_(torch.tensor(values).double().unsqueeze(1).expand(-1, elements))
+            exchange.start()
+            received = exchange.wait()
+            expected = [
+                number + 10 * a + rank for a in range(size) for _ in range(counts[a][rank])
+            ]
+            assert received.shape == (len(expected), elements)
+            assert received[:, 0].tolist() == received[:, -1].tolist() == expected
+            exchange.release()
+            found.append(len(transport.memory._buffers))
+        assert copies.buffer_bytes(group) == transport.memory.nbytes > 0
+        free_buffers()
+        assert copies.buffer_bytes(group) == 0
+    return found
+
+
+def test_buffers_alternate_and_are_replaced_by_larger_ones(ranks):
+    """A buffer is free after the barrier of the next exchange, so two are enough."""
+    for answer in ranks.run(exchanged):
+        assert answer == [1, 2, 2, 2, 2, 2], answer
+
+
+def test_a_buffer_in_use_is_not_taken():
+    memory = SharedMemory(mock.Mock(rank=lambda: 0), torch.device("cpu"))
+    group = mock.Mock()
+    with (
+        mock.patch.object(memory, "_allocated", lambda _, nbytes: [torch.empty(nbytes)]),
+        mock.patch.object(copies.dist, "all_reduce"),
+    ):
+        first = memory.take(group, 5000)
+        second = memory.take(group, 100)
+        assert first is not second
+        memory.release(second)
+        assert memory.take(group, 100) is not second  # no barrier has followed the release
+        memory.barrier(group)
+        assert memory.take(group, 100) is second
+
+
+def test_sizes_of_buffers():
+    sizes = [copies._rounded(n) for n in (0, 1, 5000, 2**20, 2**20 + 1, 2**21 - 1)]
+    assert sizes == [4096, 4096, 5120, 2**20, 2**20 + 2**18, 2**21]
+
+
+def test_transports_without_gpus():
+    cpu, group = torch.device("cpu"), mock.Mock(size=lambda: 2)
+    for name, each in (("auto", group), ("collectives", group), ("auto", None), ("copies", None)):
+        assert isinstance(transport_of(name, each, cpu), Collectives)
+
+
+def refused(rank: int) -> str:
+    plan = make_plan(masks.causal()(64, 16), 2)
+    tensors = torch.randn(3, 1, 2, len(plan.positions(rank)), 16).unbind()
+    with pytest.raises(ValueError, match="transport must be") as error:
+        context_parallel_attention(*tensors, plan, transport="copies")
+    return str(error.value)
+
+
+def test_copies_that_are_not_possible_are_refused_on_every_rank(tmp_path):
+    started = Ranks(2, tmp_path / "meeting")
+    expected = (
+        'transport must be "auto" or "collectives", because rank 0: the tensors are on cpu, not '
+        "on a GPU"
+    )
+    assert started.run(refused) == [expected] * 2
+    started.close()
+
+
+def test_unknown_transports_are_refused():
+    plan = make_plan(masks.causal()(64, 16), 1)
+    tensors = torch.randn(3, 1, 2, 64, 16).unbind()
+    message = 'transport must be "auto" or "collectives" or "copies", got "nvlink"'
+    with pytest.raises(ValueError, match=message.replace('"nvlink"', "'nvlink'")):
+        context_parallel_attention(*tensors, plan, transport="nvlink")
+
+
+@pytest.mark.parametrize(
+    ("places", "problem"),
+    [
+        ([(("a", "1"), 0), (("b", "2"), 1)], "the ranks are on 2 hosts"),
+        ([(("a", "1"), 0), (("a", "1"), 0)], "several ranks have the same GPU"),
+        ([(("a", "1"), 0), "the GPU is not from NVIDIA"], "rank 1: the GPU is not from NVIDIA"),
+    ],
+)
+def test_ranks_that_cannot_copy(monkeypatch, places, problem):
+    def all_gather_object(answers, _, group):
+        answers[:] = places
+
+    monkeypatch.setattr(copies.dist, "all_gather_object", all_gather_object)
+    group = mock.Mock(size=lambda: 2)
+    assert copies.refusal(group, torch.device("cpu")) == problem
