@@ -9,7 +9,7 @@ current stream waits:
     pulled    the sender writes rows to its buffer | barrier | each receiver copies them
     pushed    the sender copies rows to the buffers of receivers | barrier | they are read there
 
-Buffers are used again, so what is kept after the exchange must be pulled. The barrier of a pushed
+Buffers are used again, so what must remain after the exchange is pulled. The barrier of a pushed
 exchange comes last, so that a push can be overlapped with kernels although ranks start it at
 different times.
 
@@ -321,7 +321,7 @@ def refusal(group: ProcessGroup, device: torch.device) -> str | None:
     """
     answers: list[Any] = [None] * group.size()
     with explain_errors("their devices"):
-        dist.all_gather_object(answers, _place(device), group=group)
+        dist.all_gather_object(answers, _location(device), group=group)
     problems = [f"rank {r}: {each}" for r, each in enumerate(answers) if isinstance(each, str)]
     if problems:
         return problems[0]
@@ -329,7 +329,7 @@ def refusal(group: ProcessGroup, device: torch.device) -> str | None:
     if len(hosts) > 1:
         return f"the ranks are on {len(hosts)} hosts"
     if len(set(devices)) < len(devices):
-        return "several ranks have the same GPU"
+        return "several ranks have a GPU of the same index; each must see the GPUs of all"
     reachable = all(
         torch.cuda.can_device_access_peer(device, other)
         for other in devices
@@ -341,7 +341,7 @@ def refusal(group: ProcessGroup, device: torch.device) -> str | None:
     return None if all(everywhere) else "a GPU cannot read the memory of another one"
 
 
-def _place(device: torch.device) -> tuple[tuple[str, str], int] | str:
+def _location(device: torch.device) -> tuple[tuple[str, str], int] | str:
     """(host, number of the device); or why its memory cannot be mapped by other processes."""
     if device.type != "cuda":
         return f"the tensors are on {device}, not on a GPU"

@@ -65,7 +65,7 @@ class Transport(ABC):
 
     @abstractmethod
     def pulled(self, splits: Splits, like: Tensor, elements: int, what: str) -> Exchange:
-        """An exchange whose received rows the caller keeps.
+        """An exchange whose received rows remain.
 
         Args:
             splits: Numbers of rows.

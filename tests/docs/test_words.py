@@ -37,7 +37,7 @@ TERMS = {
 }
 # Everywhere but in the notebook, which is history.
 PRESENT_TERMS = {
-    r"(?<!-)peers?": "baseline",
+    r"(?<![-_])peers?": "baseline",
     r"bursts?": "turn",
     r"uneven(ly)?": "imbalance, of unequal lengths",
 }

@@ -147,16 +147,19 @@ def test_unknown_transports_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("places", "problem"),
+    ("locations", "problem"),
     [
         ([(("a", "1"), 0), (("b", "2"), 1)], "the ranks are on 2 hosts"),
-        ([(("a", "1"), 0), (("a", "1"), 0)], "several ranks have the same GPU"),
+        (
+            [(("a", "1"), 0), (("a", "1"), 0)],
+            "several ranks have a GPU of the same index; each must see the GPUs of all",
+        ),
         ([(("a", "1"), 0), "the GPU is not from NVIDIA"], "rank 1: the GPU is not from NVIDIA"),
     ],
 )
-def test_ranks_that_cannot_copy(monkeypatch, places, problem):
+def test_ranks_that_cannot_copy(monkeypatch, locations, problem):
     def all_gather_object(answers, _, group):
-        answers[:] = places
+        answers[:] = locations
 
     monkeypatch.setattr(copies.dist, "all_gather_object", all_gather_object)
     group = mock.Mock(size=lambda: 2)
