@@ -110,6 +110,8 @@ def _hint(unknown: str) -> str:
     if unknown in _OF_OTHERS:
         return _OF_OTHERS[unknown]
     keywords = (*AttentionKeywords.__annotations__, "return_lse", "return_max_logits")
+    if unknown in keywords:
+        return "it is an argument of sparseflash.attention, which this call does not take"
     similar = get_close_matches(unknown, keywords, 1)
     return f"did you mean {similar[0]}?" if similar else ""
 
