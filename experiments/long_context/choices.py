@@ -40,7 +40,11 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a training run; see `train`."""
+    """The settings of a training run; see `train`.
+
+    Raises:
+        ValueError: The width or the heads cannot be divided.
+    """
 
     task: Task = Task.COPY
     text: Path | None = None
@@ -61,6 +65,15 @@ class Settings:
     precision: Precision = Precision.MIXED
     seed: int = 0
     save_every: int = 50
+
+    def __post_init__(self) -> None:
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"width must be a multiple of {2 * self.heads}, an even number of dims for each "
+                f"of the {self.heads} heads, got {self.width}"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide the {self.heads} heads, got {self.kv_heads}")
 
     def mesh(self, ranks: int) -> tuple[int, int]:
         """(number of rows of ranks, which read different sequences; number of ranks in a row)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 
+from experiments.cli import usage_errors
 from experiments.long_context.choices import Settings
 from experiments.long_context.training import CLIP, Recipe
 
@@ -50,7 +51,8 @@ class Learner(L.LightningModule):
             return
         assert self.device_mesh is not None, "ModelParallelStrategy makes it"
         data, context = (self.device_mesh[name] for name in self.device_mesh.mesh_dim_names or ())
-        self.recipe = Recipe(self.settings, data, context, self.on)
+        with usage_errors():
+            self.recipe = Recipe(self.settings, data, context, self.on)
         self.model = self.recipe.model()
 
     def configure_optimizers(self):
@@ -73,7 +75,8 @@ class Learner(L.LightningModule):
 
 def fit(settings: Settings, folder: Path, device: torch.device) -> list[float]:
     """Trains up to the last step; returns the loss of every step of this run."""
-    rows, context = settings.mesh(dist.get_world_size())
+    with usage_errors():
+        rows, context = settings.mesh(dist.get_world_size())
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     saved = ModelCheckpoint(
         folder,

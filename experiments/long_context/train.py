@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from experiments.cli import needs_extra, output_folder
+from experiments.cli import needs_extra, output_folder, usage_errors
 from experiments.instruments import command
 from experiments.long_context.choices import Precision, Settings, Task
 
@@ -66,6 +66,8 @@ def main(
     output, lightning = chosen.pop("output"), chosen.pop("lightning")
     if (task is Task.TEXT) != (text is not None):
         raise typer.BadParameter("--task text needs --text, and no other task takes it")
+    with usage_errors():
+        settings = Settings(**chosen)
     output = output_folder(output, overwrite=False)
     import torch.distributed as dist
 
@@ -76,9 +78,11 @@ def main(
         needs_extra("lra", "lightning")
         from experiments.long_context.learner import fit
 
-        fit(Settings(**chosen), output, device)
+        fit(settings, output, device)
     else:
-        training.Training(Settings(**chosen), output, device).run()
+        with usage_errors():
+            run = training.Training(settings, output, device)
+        run.run()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -6,10 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
+import typer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from typer.testing import CliRunner
 
-from experiments.long_context import model
+from experiments.long_context import model, training
+from experiments.long_context import train as program
 from experiments.long_context.choices import Precision, Settings
 from experiments.long_context.corpus import Task
 from experiments.long_context.training import Training
@@ -108,3 +111,33 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(one_process, two_ranks
     rest = two_ranks.run(train, settings, tmp_path / "parts")
     assert rest[0] == whole[0][2:]
     assert two_ranks.run(train, settings, tmp_path / "parts") == [[], []]
+
+
+def refusals(rank: int, calls: list[list[str]]) -> list[str]:
+    """What the program prints on a rank of two for arguments that cannot be."""
+    app, found = typer.Typer(), []
+    app.command()(program.main)
+    with mock.patch.object(training, "start", return_value=torch.device("cpu")):
+        for arguments in calls:
+            done = CliRunner().invoke(app, arguments)
+            assert done.exit_code == 2, done.output
+            found.append(" ".join(done.output.replace("│", " ").split()))
+    return found
+
+
+def test_wrong_settings_are_errors_of_the_command_line(two_ranks, tmp_path):
+    cases = {
+        "--context 3": "context must divide the 2 ranks, got 3",
+        "--context 1 --batch 3": "batch must be a multiple of the 2 rows of ranks, got 3",
+        "--heads 3": "width must be a multiple of 6, an even number of dims for each of the 3",
+        "--kv-heads 3": "kv_heads must divide the 4 heads, got 3",
+        "--context 2 --strategy zig": "strategy must be auto or one of",
+        "--context 2 --pattern zig": "pattern 'zig' cannot be read",
+        "--context 2 --tokens 100": "ranks must be at most the 1 units of the mask, got 2",
+        f"--task text --text {__file__} --tokens 1000000": "text must have more than 1000000",
+    }
+    calls = [[*each.split(), "--output", str(tmp_path / "run")] for each in cases]
+    for found in two_ranks.run(refusals, calls):
+        assert isinstance(found, list), found
+        for text, message in zip(found, cases.values(), strict=True):
+            assert message in text, text
