@@ -19,7 +19,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # as a script, and where docs is
 
 from records import NAMES, RESULTS, load, load_each, measured, picture  # noqa: E402
 
-from experiments.language_model.results import contexts_of  # noqa: E402
+from experiments.language_model.results import (  # noqa: E402
+    bits_at,
+    common_seconds,
+    contexts_of,
+)
 from experiments.long_documents.results import RANDOM, by_device, span, start_of  # noqa: E402
 from experiments.markdown import in_percent, table, update, written  # noqa: E402
 from experiments.pretraining import (  # noqa: E402
@@ -422,7 +426,8 @@ def language_model(name: str) -> str:
     shown = picture(path.stem, "Bits per byte over bytes read, over time, and by position")
     source = f"Record `experiments/results/{path.name}`."
     parts = [f"**{record['name']}**", table(head, lines), contexts(record["runs"])]
-    parts += [patterns(record["runs"], dense), shown, f"{source} {measured(first)}"]
+    parts += [patterns(record["runs"], dense), at_equal_time(record["runs"])]
+    parts += [shown, f"{source} {measured(first)}"]
     changed = [name for name, run in record["runs"].items() if run["environment"]["git"]["dirty"]]
     if changed and not first["environment"]["git"]["dirty"]:
         parts.append(f"These runs ended in a checkout with local changes: {', '.join(changed)}.")
@@ -494,6 +499,27 @@ def patterns(runs: dict[str, dict], dense: dict[int, dict]) -> str:
         times = ratio(run["bytes_per_second"], other["bytes_per_second"])
         told.append(f"{name} {change:+.1f} % bits per byte and {times} times the throughput")
     return f"Against dense attention with the same context: {'; '.join(told)}." if told else ""
+
+
+TIMES = (1 / 4, 1 / 2, 1)  # of the time after which the first run of a record ended
+
+
+def at_equal_time(runs: dict[str, dict]) -> str:
+    """Bits per byte of runs after the same times of training."""
+    last = common_seconds(runs.values())
+    if last is None or len(runs) == 1:
+        return ""
+    times = [last * share for share in TIMES]
+    first = bits_at(next(iter(runs.values())), last)
+    lines = []
+    for name, run in runs.items():
+        bits = [bits_at(run, seconds) for seconds in times]
+        end = bits[-1]
+        change = f"{100 * (end / first - 1):+.1f} %" if end and first else NOTHING
+        lines.append([name, *(f"{b:.4f}" if b else NOTHING for b in bits), change])
+    title = "**Bits per byte after equal times of training**"
+    head = ["run", *(f"{seconds:.3g} s" for seconds in times)]
+    return paragraphs([title, table([*head, f"against {next(iter(runs))}"], lines)])
 
 
 # Table 5

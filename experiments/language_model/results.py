@@ -1,8 +1,10 @@
 """Collects trained runs in one record, with its picture and its table."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 from matplotlib.ticker import FuncFormatter
 from rich.table import Table
 
@@ -88,6 +90,29 @@ def seconds_of(run: dict, step: int) -> float:
     if short:
         seconds += short / run["short_bytes_per_second"]
     return seconds * run["step_bytes"]
+
+
+def bits_at(run: dict, seconds: float) -> float | None:
+    """Bits per byte of a run after a time of training, or None outside of its validations.
+
+    Between two validations they are interpolated linearly over time.
+    """
+    times = [seconds_of(run, point["step"]) for point in run["curve"]]
+    if not times[0] <= seconds <= times[-1]:
+        return None
+    bits = [point["bits_per_byte"] for point in run["curve"]]
+    return float(np.interp(seconds, times, bits))
+
+
+def common_seconds(runs: Iterable[dict]) -> float | None:
+    """The time of training after which the first of some runs ended.
+
+    None if a run has no throughput, because it ended before steps were timed.
+    """
+    runs = list(runs)
+    if not all(run["bytes_per_second"] for run in runs):
+        return None
+    return min(seconds_of(run, run["curve"][-1]["step"]) for run in runs)
 
 
 def contexts_of(run: dict) -> str:

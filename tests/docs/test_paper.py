@@ -220,11 +220,37 @@ def test_table_4(paper, tmp_path):
     shown = paper.TABLES["language-models"]()
     assert f"`experiments/results/{name}-nvidia-h200.json`" in shown
     found = ["2.0200", "2.0200", "+1.00 %", "3,000,000", "3.00"]
-    assert row(shown, "sparse")[4:] == found
+    equal_bytes, _, equal_times = shown.partition(
+        "**Bits per byte after equal times of training**"
+    )
+    assert row(equal_bytes, "sparse")[4:] == found
+    assert row(equal_times, "sparse")[-1] == "–"
     assert row(paper.overview(), "Table 4")[-1] == "1 of 3"
     told = "sparse +1.0 % bits per byte and 3.00 times the throughput"
     assert f"Against dense attention with the same context: {told}." in shown
     assert "Bits per byte against" not in shown
+
+
+def test_runs_of_table_4_are_compared_after_equal_times(paper, tmp_path):
+    runs = {
+        name: json.loads((write_run(tmp_path / name, bits, speed) / "result.json").read_text())
+        for name, bits, speed in (("dense", 2.0, 1024e3), ("sparse", 2.1, 1536e3))
+    }
+    # Validations of dense are after 40 and 80 ms, those of sparse after 27 and 53 ms.
+    shown = paper.at_equal_time(runs)
+    assert "| run | 0.0133 s | 0.0267 s | 0.0533 s | against dense |" in shown
+    assert row(shown, "dense") == ["–", "–", f"{3 - 1 / 3:.4f}", "+0.0 %"]
+    assert row(shown, "sparse") == [
+        "–",
+        "3.0000",
+        "2.1000",
+        f"{100 * (2.1 / (3 - 1 / 3) - 1):+.1f} %",
+    ]
+    assert paper.at_equal_time({"dense": runs["dense"]}) == ""
+    runs["sparse"]["bytes_per_second"] = 0.0
+    assert paper.at_equal_time(runs) == ""
+    runs["sparse"]["bytes_per_second"] = 3 * 1024e3  # ends before the first validation of dense
+    assert row(paper.at_equal_time(runs), "sparse") == ["–", "3.0000", "2.1000", "–"]
 
 
 @pytest.mark.parametrize(("bits", "pays"), [(2.1, False), (1.9, True)])

@@ -3,7 +3,14 @@ import json
 import pytest
 
 from experiments.files import write_json
-from experiments.language_model.results import contexts_of, gather, seconds_of, table_of
+from experiments.language_model.results import (
+    bits_at,
+    common_seconds,
+    contexts_of,
+    gather,
+    seconds_of,
+    table_of,
+)
 
 
 def write_run(folder, bits=2.0, speed=1e6, data="a", context=1024):
@@ -51,6 +58,17 @@ def test_seconds_are_those_of_both_contexts():
     assert seconds_of(run, 3) == 6
     run |= {"short_steps": 2, "short_bytes_per_second": 100}
     assert [seconds_of(run, step) for step in (1, 2, 3)] == [1, 2, 4]
+
+
+def test_bits_per_byte_at_a_time_are_interpolated_between_validations():
+    run = {"step_bytes": 100, "bytes_per_second": 50, "short_steps": 2}
+    run |= {"short_bytes_per_second": 100}  # seconds of steps 1, 2, 3, 4: 1, 2, 4, 6
+    run["curve"] = [{"step": step, "bits_per_byte": bits} for step, bits in ((1, 3.0), (4, 2.0))]
+    assert [bits_at(run, seconds) for seconds in (1, 3.5, 6)] == [3.0, 2.5, 2.0]
+    assert [bits_at(run, seconds) for seconds in (0.9, 6.1)] == [None, None]
+    faster = run | {"bytes_per_second": 100}
+    assert common_seconds([run, faster]) == 4
+    assert common_seconds([run, run | {"bytes_per_second": 0.0}]) is None
 
 
 def test_runs_that_do_not_compare(tmp_path):
