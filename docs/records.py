@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from experiments.markdown import table
@@ -31,6 +31,7 @@ WRITES = re.compile(r" --(output \S+|overwrite)")  # options that say where a re
 TEMPORARY = re.compile(r"/tmp/(\w+/(?=experiments/))?")
 ANY_ORDER = "/any-order"  # suffix of implementations that differ in the backward pass alone
 DIRECTIONS = ("forward", "backward")
+NOTHING = "–"
 Rows = list[dict]
 
 
@@ -57,6 +58,33 @@ def load_each(name: str) -> list[dict]:
     devices = sorted(path.stem.removeprefix(f"{stem}-") for path in paths)
     devices.sort(key=lambda device: device != DEVICE)
     return [record for device in devices if (record := load(name, device)) is not None]
+
+
+def newest(name: str) -> Path | None:
+    """The latest record of this name on any GPU, or None."""
+    paths = RESULTS.glob(f"{name}-nvidia-*.json")
+    return max(paths, key=lambda path: date_of(json.loads(path.read_text())), default=None)
+
+
+def date_of(found: object) -> str:
+    """The last date in the environments of a record, wherever they are in it."""
+    if isinstance(found, list):
+        return max(map(date_of, found), default="")
+    if not isinstance(found, dict):
+        return ""
+    own = found.get("environment", {}).get("date", "")
+    return max([own, *(date_of(part) for part in found.values())])
+
+
+def latest(name: str) -> tuple[dict | None, str]:
+    """The latest record of this name, with rows as dictionaries, and the name of its file."""
+    path = newest(name)
+    return (load(name, path.stem.removeprefix(f"{name}-")), path.stem) if path else (None, "")
+
+
+def read(name: str) -> dict:
+    """A record whose name has no device."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def picture(name: str, title: str, folder: str = FROM_DOCS) -> str:
@@ -135,6 +163,14 @@ def table_of(rows: Rows, cell: Callable[[dict], str]) -> str:
         *(NAMES[name] for name in names),
     ]
     return table(head, lines)
+
+
+def paragraphs(parts: Iterable[str]) -> str:
+    return "\n\n".join(part for part in parts if part)
+
+
+def ratio(value: float, to: float | None, form: str = "{:.2f}") -> str:
+    return NOTHING if not to else form.format(value / to)
 
 
 def milliseconds(row: dict) -> str:

@@ -30,8 +30,7 @@ def paper(tmp_path, monkeypatch) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     write_floors(tmp_path / "long-documents-floors.json")
-    monkeypatch.setattr(module, "RESULTS", tmp_path)
-    monkeypatch.setattr(sys.modules["records"], "RESULTS", tmp_path)  # of `load`
+    monkeypatch.setattr(sys.modules["records"], "RESULTS", tmp_path)
     return module
 
 
@@ -237,7 +236,7 @@ def test_runs_of_table_4_are_compared_after_equal_times(paper, tmp_path):
         for name, bits, speed in (("dense", 2.0, 1024e3), ("sparse", 2.1, 1536e3))
     }
     # Validations of dense are after 40 and 80 ms, those of sparse after 27 and 53 ms.
-    shown = paper.at_equal_time(runs)
+    shown = sys.modules["language_models"].at_equal_time(runs)
     assert "| run | 0.0133 s | 0.0267 s | 0.0533 s | against dense |" in shown
     assert row(shown, "dense") == ["–", "–", f"{3 - 1 / 3:.4f}", "+0.0 %"]
     assert row(shown, "sparse") == [
@@ -246,11 +245,16 @@ def test_runs_of_table_4_are_compared_after_equal_times(paper, tmp_path):
         "2.1000",
         f"{100 * (2.1 / (3 - 1 / 3) - 1):+.1f} %",
     ]
-    assert paper.at_equal_time({"dense": runs["dense"]}) == ""
+    assert sys.modules["language_models"].at_equal_time({"dense": runs["dense"]}) == ""
     runs["sparse"]["bytes_per_second"] = 0.0
-    assert paper.at_equal_time(runs) == ""
+    assert sys.modules["language_models"].at_equal_time(runs) == ""
     runs["sparse"]["bytes_per_second"] = 3 * 1024e3  # ends before the first validation of dense
-    assert row(paper.at_equal_time(runs), "sparse") == ["–", "3.0000", "2.1000", "–"]
+    assert row(sys.modules["language_models"].at_equal_time(runs), "sparse") == [
+        "–",
+        "3.0000",
+        "2.1000",
+        "–",
+    ]
 
 
 @pytest.mark.parametrize(("bits", "pays"), [(2.1, False), (1.9, True)])
@@ -259,7 +263,7 @@ def test_a_longer_context_is_compared_where_both_have_as_many_bytes(paper, tmp_p
     long = json.loads((write_run(tmp_path / "b", bits, context=4096) / "result.json").read_text())
     long["positions"].insert(3, 1024)
     long["curve"][-1]["by_position"].append(bits - 0.3)
-    shown = paper.contexts({"dense-1k": short, "dense-4k": long})
+    shown = sys.modules["language_models"].contexts({"dense-1k": short, "dense-4k": long})
     assert f"Bits per byte against dense-1k: dense-4k {100 * (bits / 2 - 1):+.1f} %." in shown
     assert ("None of these longer contexts is better" in shown) == (not pays)
     assert "at positions 512 to 1,024" in shown

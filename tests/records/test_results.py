@@ -10,7 +10,7 @@ RECORDS = sorted((ROOT / "experiments/results").rglob("*.json"))
 DOCUMENTS = [
     ROOT / "docs/performance.py",
     ROOT / "docs/long_context.py",
-    ROOT / "docs/paper.py",
+    *(ROOT / f"docs/{name}.py" for name in ("documents", "language_models", "lengths")),
     *(ROOT / "docs").rglob("*.md"),
     *(ROOT / "experiments/lra").rglob("*.md"),
 ]
