@@ -107,7 +107,8 @@ def context_parallel_attention(
             that can read the memory of each other and no CUDA graph is captured, else collectives.
         check: Whether all ranks first compare their plans and arguments. If they differ, or a rank
             has an invalid argument, all ranks raise an error. The check waits for the device. By
-            default it is done in the first call with this plan and group.
+            default it is done in the first call with this plan, group, options and sizes. Then a
+            later call that differs on one rank only ends with an error after the time-out.
         **options: Fields of AttentionOptions.
 
     Returns:
@@ -138,17 +139,20 @@ def context_parallel_attention(
         return (out, lse) if return_lse else out
     process_group = process_group_of(group, plan.ranks)
     arguments = (mask, key_lengths, bias, sinks, seed, score_tensors, options, transport)
-    if check is None:
-        check = ("agreed", process_group) not in plan.cache
+    first = ("agreed", process_group) not in plan.cache
     try:
         prepared = prepare(query, key, value, plan, process_group, *arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        if process_group is not None and check:
+        if process_group is not None and (first if check is None else check):
             check_agreement(process_group, {}, f"{type(error).__name__}: {error}")
         raise
-    if process_group is not None and check:
-        check_agreement(process_group, prepared.facts(query, key), None)
-        plan.cache["agreed", process_group] = True
+    if process_group is not None:
+        like_this = ("agreed", process_group, *prepared.kind)
+        if like_this not in plan.cache if check is None else check:
+            # The plan as it was given: bias, key_lengths and mask may choose another split.
+            facts = {"plan": plan.digest, **prepared.facts(query, key)}
+            check_agreement(process_group, facts, None)
+            plan.cache["agreed", process_group] = plan.cache[like_this] = True
     if prepared.part.steps:
         prepared.transport  # noqa: B018  # all ranks get the same error before they exchange
     tensors = (prepared.query, prepared.key, prepared.value, prepared.bias)
@@ -177,10 +181,8 @@ def _with_shared_heads(
     process_group_of(group, plan.ranks)
     shard = len(plan.positions(group.rank()))
     sharing = HeadSharing.of(heads_group, shard)
-    if check is None:
-        check = ("agreed", heads_group) not in plan.cache
     problem = _problem_of_shared_heads(sharing, tensors, plan, mask, options)
-    if check:
+    if ("agreed", heads_group) not in plan.cache if check is None else check:
         # Along both dimensions of the mesh, so that every rank raises the error of any rank.
         problem = disagreement(heads_group, {"plan": plan.digest}, problem)
         check_agreement(group, {}, problem)

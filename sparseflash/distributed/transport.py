@@ -30,7 +30,10 @@ def process_group_of(group: Group, ranks: int) -> ProcessGroup | None:
         found = dist.group.WORLD
     size = 1 if found is None else found.size()
     if size != ranks:
-        raise ValueError(f"group must have the {ranks} ranks of the plan, got {size}")
+        message = f"group must have the {ranks} ranks of the plan, got {size}"
+        if group is None and not dist.is_initialized():
+            message += ": torch.distributed.init_process_group has not been called"
+        raise ValueError(message)
     return found
 
 

@@ -870,9 +870,13 @@ def refused(rank: int, what: str) -> str:
     own[0].requires_grad_(what == "gradient of query" and not wrong)
     if what == "gradient of key":  # and rank 1 needs that of value
         own[1 + wrong].requires_grad_()
-    softcap = 5.0 if what == "options" and wrong else None
+    softcap = 5.0 if "options" in what and wrong else None
+    dropout = {"dropout_p": 0.5, "seed": rank} if what == "seed" else {}
+    check = None if what == "options of a later call" else what != "unchecked"
     try:
-        context_parallel_attention(*own, plan, softcap=softcap, check=what != "unchecked")
+        if check is None:
+            context_parallel_attention(*own, plan)
+        context_parallel_attention(*own, plan, softcap=softcap, check=check, **dropout)
     except (ValueError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

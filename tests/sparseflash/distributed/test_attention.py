@@ -353,6 +353,7 @@ def test_gradients_keep_little_more_than_their_own_memory(ranks):
         ("mask", "ValueError: plan must be equal on all ranks, got [0-9a-f]+ on rank 0"),
         ("dtype", "ValueError: dtype must be equal on all ranks, got torch.float64 on rank 0 and"),
         ("options", "ValueError: options must be equal on all ranks"),
+        ("seed", "ValueError: seed must be equal on all ranks, got 0 on rank 0 and 1 on rank 1"),
         (
             "gradient of query",
             "ValueError: gradient of query must be equal on all ranks, got True",
@@ -363,6 +364,14 @@ def test_gradients_keep_little_more_than_their_own_memory(ranks):
 def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(two_ranks, what, message):
     for answer in two_ranks.run(cases.refused, what):
         assert re.match(message, answer), answer
+
+
+def test_options_that_differ_in_a_later_call_are_an_error(tmp_path):
+    """The rank with the new options compares them, and the others do not."""
+    started = Ranks(2, tmp_path / "meeting", timeout=5)
+    answers = started.run(cases.refused, "options of a later call")
+    started.close()
+    assert "nothing" not in answers, answers
 
 
 @pytest.mark.parametrize("when", [1, 2], ids=["before", "between passes"])
@@ -448,7 +457,9 @@ def test_wrong_arguments_are_named():
         context_parallel_attention(*tensors, three)
     with pytest.raises(TypeError, match="key must be an ordinary tensor, got a Subclass"):
         context_parallel_attention(tensors[0], tensors[1].as_subclass(Subclass), tensors[2], plan)
-    with pytest.raises(ValueError, match="group must have the 2 ranks of the plan, got 1"):
+    with pytest.raises(
+        ValueError, match=r"of the plan, got 1: torch\.distributed.init_process_group has not been"
+    ):
         context_parallel_attention(*tensors, other)
     with pytest.raises(ValueError, match="query must have the 100 tokens of rank 0 in dim 2"):
         context_parallel_attention(*tensors[:, :, :, 1:], plan)
