@@ -1,7 +1,7 @@
 """Figures 1 (right) and 3 on docs/paper.md: parts of standard attention, time over lengths."""
 
 from published import BOTH, FLASH, PLAIN, SPARSE, published_line
-from records import NAMES, NOTHING, latest, measured, paragraphs, picture, ratio
+from records import NAMES, NOTHING, latest, measured, milliseconds, paragraphs, picture, ratio
 
 from experiments.markdown import table
 from experiments.record import (
@@ -60,11 +60,6 @@ def parts_of_standard(name: str) -> str:
         parts.append(table(["part", "ms", "ms / ms of sparseflash"], found))
     parts += [picture(f"{stem}-parts", "Parts of standard attention"), measured(record)]
     return paragraphs(parts)
-
-
-def milliseconds(value: float) -> str:
-    """At most three digits, without zeros at the end, or all digits before the point."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def landscape(name: str) -> str:

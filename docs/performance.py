@@ -35,9 +35,9 @@ from records import (
     load,
     load_each,
     measured,
-    milliseconds,
     picture,
     size_of,
+    time_of,
     words,
 )
 
@@ -159,7 +159,7 @@ def speedup(record: dict) -> str:
             if direction == "forward":
                 line += [f"{own['density']:.4g}", f"{1 / own['density']:.1f}x"]
             ratio = f"{flex['median_ms'] / own['median_ms']:.2f}x" if flex else ""
-            line += [milliseconds(own), f"{own['speedup']:.2f}x", ratio]
+            line += [time_of(own), f"{own['speedup']:.2f}x", ratio]
         lines.append(line)
     head = ["mask", "density s", "ideal speed-up 1 / s"]
     for direction in DIRECTIONS:
@@ -382,7 +382,7 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
         "The sizes of Long Range Arena",
         "Time in milliseconds; less is better. For training on these tasks see "
         "[Long Range Arena](../experiments/lra/README.md).",
-        suite(milliseconds),
+        suite(time_of),
     ),
     (
         "bench-memory",
@@ -507,8 +507,8 @@ def readme_table() -> str:
     for pattern in dict.fromkeys(row["pattern"] for row in rows):
         forward, backward, any_order = (find(rows, pattern, *which) for which in own)
         others = (fastest(of_baselines(rows, pattern, direction)) for direction in DIRECTIONS)
-        ahead, behind = (f"{milliseconds(row)} ({NAMES[row['implementation']]})" for row in others)
-        ours = map(milliseconds, (forward, backward, any_order))
+        ahead, behind = (f"{time_of(row)} ({NAMES[row['implementation']]})" for row in others)
+        ours = map(time_of, (forward, backward, any_order))
         lines.append([pattern, f"{forward['density']:.1%}", next(ours), ahead, *ours, behind])
     head = ["mask", "blocks computed", "forward: sparseflash", "fastest baseline"]
     head += ["backward: sparseflash", "`deterministic=False`", "fastest baseline"]

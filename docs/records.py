@@ -173,8 +173,14 @@ def ratio(value: float, to: float | None, form: str = "{:.2f}") -> str:
     return NOTHING if not to else form.format(value / to)
 
 
-def milliseconds(row: dict) -> str:
-    return f"{row['median_ms']:#.3g}".rstrip(".")
+def milliseconds(value: float) -> str:
+    """Three digits, with zeros at the end, or all digits before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
+
+
+def time_of(row: dict) -> str:
+    """The median milliseconds of a row."""
+    return milliseconds(row["median_ms"])
 
 
 def find(rows: Rows, pattern: str, direction: str, name: str) -> dict | None:

@@ -72,12 +72,12 @@ def test_figures_1_and_3(paper, tmp_path):
     landscape(tmp_path)
     assert row(paper.overview(), "Figure 3")[-1] == "1 of 6"
     parts = paper.TABLES["parts"]()
-    assert row(parts, "sum of all parts") == ["10", "5.00"]
-    assert row(parts, "mask") == ["6", "3.00"]
+    assert row(parts, "sum of all parts") == ["10.0", "5.00"]
+    assert row(parts, "mask") == ["6.00", "3.00"]
     shown = paper.TABLES["landscape"]()
     times, memory, crossings = (part for part in shown.split("\n\n") if part.startswith("|"))
-    assert row(times, "SDPA (torch)") == ["1", "8"]
-    assert row(times, "Linformer") == ["3", "–"]
+    assert row(times, "SDPA (torch)") == ["1.00", "8.00"]
+    assert row(times, "Linformer") == ["3.00", "–"]
     assert row(memory, "sparseflash") == ["1.0", "1.0"]
     # Ours crosses in the middle of the octave; the paper's pair is of its Table 20.
     assert row(crossings, "SDPA (torch)") == ["faster from 181", "–", "–", "–"]
@@ -117,7 +117,7 @@ def test_a_record_of_packages_has_tables_of_its_own(paper, tmp_path):
     first, second = shown.index("**Without dropout"), shown.index("**Packages, without dropout")
     assert first < second
     assert '"called from Python": a CUDA graph cannot contain this' in shown[second:]
-    assert row(shown, "BigBird (called from Python)") == ["–", "8"]
+    assert row(shown, "BigBird (called from Python)") == ["–", "8.00"]
     assert "- BigBird at 512 tokens: bigbird needs at least 768 tokens." in shown
     assert "- BigBird from 2,048 tokens on: out of memory." in shown
     assert "- Routing: routing_transformer is not installed." in shown
