@@ -124,13 +124,16 @@ def test_dtypes(backend, dtype):
     check(backend, EVERYTHING, HOLES, dtype=dtype)
 
 
-def test_pairs_that_a_function_masks(backend):
+@pytest.mark.parametrize("chosen", [False, True], ids=["static", "chosen on the device"])
+def test_pairs_that_a_function_masks(backend, chosen):
     device = BACKENDS[backend]
     tensors = make_inputs(1, 2, *LENGTHS, 16, kv_heads=1, device=device)[:3]
     read = tensors_of(DOCUMENTS, device)
     read[0][:, :5] = -1  # of no document: queries without a key
     allowed = (read[0].unsqueeze(2) == read[1].unsqueeze(1)).unsqueeze(1)
     mask = HOLES(LENGTHS, 16, device)
+    if chosen:
+        mask = mask.select_topk(torch.rand(1, 2, 3, 4, device=device), 2)
     both = allowed & mask.to_dense().to(device)
 
     def attend(*tensors):
