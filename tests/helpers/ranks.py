@@ -27,7 +27,8 @@ class Ranks:
     def __init__(self, count: int, file: Path, timeout: float = TIMEOUT, backend: str = "gloo"):
         # One process imports what all need, and is forked before it computes anything.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.helpers.context_parallel"])
+        needed = ["tests.helpers.context_parallel", "tests.helpers.context_gradients"]
+        context.set_forkserver_preload(needed)
         self._pipes, self._processes = [], []
         for rank in range(count):
             here, there = context.Pipe()

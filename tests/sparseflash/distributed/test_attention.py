@@ -13,7 +13,12 @@ from sparseflash import AttentionOptions, backends
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.distributed import context_parallel_attention, gather, make_plan
 from sparseflash.distributed.prepare import prepare
+from tests.helpers import context_calls as calls
+from tests.helpers import context_exchanges as exchanges
+from tests.helpers import context_gradients as gradients
+from tests.helpers import context_kernels as kernels
 from tests.helpers import context_parallel as cases
+from tests.helpers import context_refusals as refusals
 from tests.helpers.ranks import Ranks
 
 EXACT = 1e-12
@@ -129,7 +134,7 @@ def test_ranks_that_attend_nothing_decide_as_the_others_do(ranks, otherwise):
     ],
 )
 def test_calls_that_one_rank_cannot_compute_in_place_are_named(two_ranks, what, message):
-    answers = two_ranks.run(cases.refused_in_place, what)
+    answers = two_ranks.run(refusals.refused_in_place, what)
     assert all(answer.startswith(message) for answer in answers), answers
 
 
@@ -140,8 +145,8 @@ EXTRAS_IN_PLACE = {
 }
 EXTRAS_BY_ROWS = {
     "dropout": {"dropout_p": 0.3, "seed": 2**40 + 5},
-    "key lengths": {"key_lengths": torch.tensor([cases.WHOLE, 77])},
-    "bias": {"bias": torch.linspace(-1, 1, 2 * cases.WHOLE - 1).double().expand(4, -1).clone()},
+    "key lengths": {"key_lengths": torch.tensor([calls.WHOLE, 77])},
+    "bias": {"bias": torch.linspace(-1, 1, 2 * calls.WHOLE - 1).double().expand(4, -1).clone()},
 }
 
 
@@ -164,14 +169,14 @@ def test_rows_in_place_or_by_rows_if_a_call_depends_on_positions(two_ranks, extr
 )
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_simulated_kernels_of_ranks(ranks, mask, strategy, split, kv_heads):
-    answers = ranks.run(cases.errors_of_simulated_kernels, mask, strategy, split, kv_heads)
+    answers = ranks.run(kernels.errors_of_simulated_kernels, mask, strategy, split, kv_heads)
     check_exact(answers, within=0.015)
 
 
 def test_simulated_kernels_write_where_the_dims_of_a_head_are_contiguous(two_ranks):
     """Query, key and value have another layout, which kernels copy; there are groups of heads."""
     case = ("butterfly", "contiguous", "in place, strided", 2)
-    check_exact(two_ranks.run(cases.errors_of_simulated_kernels, *case), within=0.015)
+    check_exact(two_ranks.run(kernels.errors_of_simulated_kernels, *case), within=0.015)
 
 
 @pytest.mark.parametrize("split", ["keys", "rounds", "rows"])
@@ -186,10 +191,10 @@ def test_rows_that_kernels_leave_unwritten_are_not_read(ranks, split):
 
 def test_a_result_that_was_not_written_is_an_error():
     expected = torch.tensor([1.0, -torch.inf])
-    assert cases.difference(torch.tensor([1.5, -torch.inf]), expected) == 0.5
+    assert calls.difference(torch.tensor([1.5, -torch.inf]), expected) == 0.5
     for found in ([torch.nan, -torch.inf], [1.0, torch.nan], [1.0, 0.0]):
         with pytest.raises(AssertionError):
-            cases.difference(torch.tensor(found), expected)
+            calls.difference(torch.tensor(found), expected)
 
 
 @pytest.mark.parametrize("pattern", ["equal", "different"])
@@ -199,11 +204,11 @@ def test_keys_of_shared_rows_are_divided_into_chunks(ranks, pattern):
 
 EXTRAS = {
     "dropout": {"dropout_p": 0.3, "seed": 2**40 + 5},
-    "key lengths": {"key_lengths": torch.tensor([cases.LENGTH, 77])},
+    "key lengths": {"key_lengths": torch.tensor([calls.LENGTH, 77])},
     "no key": {"key_lengths": torch.tensor([0, 16])},
     "soft cap": {"softcap": 2.0, "scale": 0.7},
-    "bias": {"bias": torch.linspace(-1, 1, 2 * cases.LENGTH - 1).double().expand(4, -1).clone()},
-    "value dim": {"value_dim": 16, "bias": torch.ones(1, 2 * cases.LENGTH - 1).double()},
+    "bias": {"bias": torch.linspace(-1, 1, 2 * calls.LENGTH - 1).double().expand(4, -1).clone()},
+    "value dim": {"value_dim": 16, "bias": torch.ones(1, 2 * calls.LENGTH - 1).double()},
     "score tensors": {"reads": True},
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0]).double()},
 }
@@ -237,7 +242,7 @@ def test_kernels_of_parts_read_positions_in_the_whole_sequence(two_ranks):
     """Dropout drops the pairs that one process drops; scores and biases are those of the pairs."""
     bias = torch.linspace(-1, 1, 239).double().expand(2, -1).clone()
     extra = {"dropout_p": 0.3, "seed": 2**40 + 5, "bias": bias}
-    check_exact(two_ranks.run(cases.errors_of_kernels, extra), within=2e-5)
+    check_exact(two_ranks.run(kernels.errors_of_kernels, extra), within=2e-5)
 
 
 def test_blocks_that_each_rank_selects(two_ranks):
@@ -246,7 +251,7 @@ def test_blocks_that_each_rank_selects(two_ranks):
 
 @pytest.mark.parametrize("split", ["rows", "keys", "rounds"])
 def test_tables_of_selected_blocks_are_made_once(two_ranks, split):
-    for first, second, other in two_ranks.run(cases.tables_made, split):
+    for first, second, other in two_ranks.run(exchanges.tables_made, split):
         assert first == other > 0
         assert second == 0
 
@@ -260,7 +265,7 @@ def test_heads_over_some_ranks_and_the_sequence_over_the_others(four_ranks, spli
 
 
 def test_what_shared_heads_do_not_take_is_named(four_ranks):
-    for answers in four_ranks.run(cases.refused_with_shared_heads):
+    for answers in four_ranks.run(refusals.refused_with_shared_heads):
         assert len(answers) == 5, answers
         assert "dropout_p must be 0 if heads are divided among ranks" in answers[0]
         assert "plan must have one mask for all heads" in answers[1]
@@ -276,14 +281,14 @@ def test_keys_and_values_are_one_exchange_before_any_attention(two_ranks, split)
     backward = ["attention", "exchange", "attention"]
     if split == "in place":  # the gradient of all queries is computed first
         backward = ["attention", *backward]
-    for answer in two_ranks.run(cases.order_of_a_call, split):
+    for answer in two_ranks.run(exchanges.order_of_a_call, split):
         assert answer == [forward, backward]
 
 
 @pytest.mark.parametrize("mask", ["causal", "random", "documents", "head masks"])
 def test_bytes_moved_are_those_of_the_plan(ranks, mask):
     for split in ("rows", "keys", "rounds", "shared rows", "shared rounds"):
-        for found in ranks.run(cases.bytes_moved, mask, "zigzag", split):
+        for found in ranks.run(exchanges.bytes_moved, mask, "zigzag", split):
             forward, backward, planned, returned = found
             assert (forward, backward) == (planned, returned)
             if split == "shared rows":
@@ -294,20 +299,20 @@ def test_bytes_moved_are_those_of_the_plan(ranks, mask):
 @pytest.mark.parametrize("strategy", ["contiguous", "zigzag"])
 def test_bytes_copied_are_those_of_the_plan(ranks, mask, strategy):
     for split in ("rows", "keys"):
-        for found, planned, _ in ranks.run(cases.bytes_copied, mask, strategy, split):
+        for found, planned, _ in ranks.run(exchanges.bytes_copied, mask, strategy, split):
             assert found == planned
 
 
 def test_gradients_are_sent_from_where_they_are_written(ranks):
     """If keys arrive in the order of the sequence; on four ranks each rank gets two shards."""
-    answers = ranks.run(cases.bytes_copied, "whole butterfly", "contiguous", "keys")
+    answers = ranks.run(exchanges.bytes_copied, "whole butterfly", "contiguous", "keys")
     assert all(packed == 0 < sent for sent, _, packed in answers), answers
 
 
 @pytest.mark.slow(10)
 def test_layers_around_it_are_compiled(two_ranks):
     """It breaks the graph: what stands before a call and after it is compiled, once."""
-    for answer in two_ranks.run(cases.compiled_errors):
+    for answer in two_ranks.run(gradients.compiled_errors):
         assert isinstance(answer, dict), answer
         assert answer.pop("graphs") == 2
         assert max(answer.values()) < EXACT
@@ -315,14 +320,14 @@ def test_layers_around_it_are_compiled(two_ranks):
 
 @pytest.mark.parametrize("split", ["rows", "rounds", "shared rows"])
 def test_the_same_inputs_give_the_same_bits(two_ranks, split):
-    assert two_ranks.run(cases.same_bits, split) == [True, True]
+    assert two_ranks.run(gradients.same_bits, split) == [True, True]
 
 
 @pytest.mark.parametrize("split", ["rows", "keys", "rounds", "shared rows", *IN_PLACE])
 @pytest.mark.parametrize("mask", ["random", "causal", "window and sink"])
 def test_a_second_backward_pass_fetches_what_the_first_one_freed(ranks, split, mask):
     """Both give the same bits, also where some ranks receive nothing (causal)."""
-    answers = ranks.run(cases.second_backward_pass, mask, split)
+    answers = ranks.run(gradients.second_backward_pass, mask, split)
     assert all(answer is True for answer in answers), answers
 
 
@@ -330,19 +335,19 @@ def test_a_second_backward_pass_fetches_what_the_first_one_freed(ranks, split, m
 def test_hooks_of_the_user_get_what_is_saved(two_ranks, hooks):
     """Nothing that they return is freed, and nothing else is saved."""
     for split in ("rows", "keys", "shared rows", *IN_PLACE):
-        answers = two_ranks.run(cases.gradients_with_hooks, hooks, split)
+        answers = two_ranks.run(gradients.gradients_with_hooks, hooks, split)
         assert answers == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize("split", ["rows", "keys", "rounds", "shared rows", *IN_PLACE])
 def test_inputs_are_freed_if_hooks_of_the_user_compute_or_copy_them(two_ranks, split):
     """Activation checkpointing frees query, key and value of each layer after its forward pass."""
-    assert two_ranks.run(cases.freed_inputs, split) == [[True] * 4] * 2
+    assert two_ranks.run(gradients.freed_inputs, split) == [[True] * 4] * 2
 
 
 def test_gradients_keep_little_more_than_their_own_memory(ranks):
     """All rows wait, so that the gradient of own keys is a part of what one kernel writes."""
-    for shares in ranks.run(cases.memory_of_gradients):
+    for shares in ranks.run(gradients.memory_of_gradients):
         assert max(shares) <= 2
 
 
@@ -362,14 +367,14 @@ def test_gradients_keep_little_more_than_their_own_memory(ranks):
     ],
 )
 def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(two_ranks, what, message):
-    for answer in two_ranks.run(cases.refused, what):
+    for answer in two_ranks.run(refusals.refused, what):
         assert re.match(message, answer), answer
 
 
 def test_options_that_differ_in_a_later_call_are_an_error(tmp_path):
     """The rank with the new options compares them, and the others do not."""
     started = Ranks(2, tmp_path / "meeting", timeout=5)
-    answers = started.run(cases.refused, "options of a later call")
+    answers = started.run(refusals.refused, "options of a later call")
     started.close()
     assert "nothing" not in answers, answers
 
@@ -378,7 +383,7 @@ def test_options_that_differ_in_a_later_call_are_an_error(tmp_path):
 def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path, when):
     started = Ranks(3, tmp_path / "meeting", timeout=20)
     begin = time.monotonic()
-    answers = started.run(cases.after_another_died, when)
+    answers = started.run(refusals.after_another_died, when)
     assert time.monotonic() - begin < 60
     assert answers.pop(when) is None
     for answer in answers:
@@ -403,7 +408,7 @@ def test_the_only_process_is_the_group_of_shared_rows(tmp_path):
 
 
 def test_shared_rows_of_one_rank_among_several_need_its_group(two_ranks):
-    for answer in two_ranks.run(cases.shared_rows_of_one_rank):
+    for answer in two_ranks.run(refusals.shared_rows_of_one_rank):
         refused, difference = answer
         assert "group must be a process group of one rank" in refused
         assert difference < EXACT

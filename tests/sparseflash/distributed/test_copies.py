@@ -9,6 +9,7 @@ import masks
 from sparseflash.distributed import context_parallel_attention, copies, free_buffers, make_plan
 from sparseflash.distributed.copies import Copies, SharedMemory, transport_of
 from sparseflash.distributed.exchange import Collectives, Splits
+from tests.helpers import context_gradients as gradients
 from tests.helpers import context_parallel as cases
 from tests.helpers.copied import FileMemory, with_copies
 from tests.helpers.ranks import Ranks
@@ -50,8 +51,8 @@ def test_in_place(ranks, groups):
 
 @pytest.mark.parametrize("split", ["rows", "rounds"])
 def test_a_second_backward_pass_and_equal_bits(ranks, split):
-    assert all(ranks.run(with_copies, cases.second_backward_pass, "butterfly", split))
-    assert all(ranks.run(with_copies, cases.same_bits, split))
+    assert all(ranks.run(with_copies, gradients.second_backward_pass, "butterfly", split))
+    assert all(ranks.run(with_copies, gradients.same_bits, split))
 
 
 def exchanged(rank: int) -> list[int]:

@@ -1,0 +1,113 @@
+"""Errors of calls over a sequence that ranks share, also after a rank has died."""
+
+import os
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import sparseflash
+from sparseflash.distributed import context_parallel_attention, make_plan
+from sparseflash.score import ScoreFunction
+from tests.helpers.context_calls import DIMS, WHOLE, difference, inputs, mask_of
+from tests.helpers.in_place import in_place_on_cpus
+
+
+def shared_rows_of_one_rank(rank: int) -> tuple[str, float]:
+    """The error of a call without a group, and the difference to attention with one."""
+    mask = mask_of("global tokens")
+    plan = make_plan(mask, 1, shared_rows=(0, 6, 13))
+    tensors = inputs(torch.float64)[:3]
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    refused = ""
+    try:
+        context_parallel_attention(*tensors, plan)
+    except ValueError as error:
+        refused = str(error)
+    out = context_parallel_attention(*tensors, plan, group=groups[rank])
+    return refused, difference(out, sparseflash.attention(*tensors, mask))
+
+
+@cache
+def _score_of_heads() -> ScoreFunction:
+    return ScoreFunction.from_torch("of heads", lambda s, b, head, q, k: s * (head + 1))
+
+
+def refused_with_shared_heads(rank: int) -> list[str]:
+    """The errors of calls that heads x sequence does not take."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    plan = make_plan(mask_of("causal"), 2, "contiguous")
+    of_heads = make_plan(mask_of("head masks"), 2, "contiguous")
+    own = [
+        plan.shard(x, rank // 2, 2).tensor_split(2, 2)[rank % 2] for x in inputs(torch.float64)[:3]
+    ]
+    calls = [(own, plan, {"dropout_p": 0.1}), (own, of_heads, {})]
+    calls += [([x[:, :, 1:] for x in own] if rank == 1 else own, plan, {})]
+    calls += [([own[0], own[1][:, :1], own[2][:, :1]], plan, {})]
+    calls += [(own, plan, {"score": _score_of_heads()})]
+    errors = []
+    for tensors, used, options in calls:
+        try:
+            context_parallel_attention(*tensors, used, group=mesh, check=True, **options)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def refused(rank: int, what: str) -> str:
+    """The error of a call of which something is wrong on rank 1."""
+    wrong = rank == 1
+    name = "window and sink" if what == "mask" and wrong else "causal"
+    rows = (0,) if what == "gradient of query" else None
+    plan = make_plan(mask_of(name), dist.get_world_size(), "contiguous", shared_rows=rows)
+    dtype = torch.float32 if what == "dtype" and wrong else torch.float64
+    own = [plan.shard(x, rank, 2) for x in inputs(dtype)[:3]]
+    if what == "length" and wrong:
+        own = [x[:, :, 1:] for x in own]
+    own[0].requires_grad_(what == "gradient of query" and not wrong)
+    if what == "gradient of key":  # and rank 1 needs that of value
+        own[1 + wrong].requires_grad_()
+    softcap = 5.0 if "options" in what and wrong else None
+    dropout = {"dropout_p": 0.5, "seed": rank} if what == "seed" else {}
+    check = None if what == "options of a later call" else what != "unchecked"
+    try:
+        if check is None:
+            context_parallel_attention(*own, plan)
+        context_parallel_attention(*own, plan, softcap=softcap, check=check, **dropout)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refused_in_place(rank: int, what: str) -> str:
+    """The error of a call that only rank 1 cannot compute in place."""
+    mask = mask_of("butterfly", WHOLE)
+    plan = make_plan(mask, dist.get_world_size(), "contiguous", split="in place", shared_rows=())
+    own = [plan.shard(x, rank, 2) for x in inputs(torch.float64, DIMS, WHOLE)[:3]]
+    arguments: dict[str, Any] = {"key_lengths": torch.tensor([WHOLE, 77])}
+    if what == "options":
+        arguments = {"dropout_p": 0.5, "seed": 1}
+    with in_place_on_cpus():
+        try:
+            context_parallel_attention(*own, plan, **(arguments if rank == 1 else {}))
+        except ValueError as error:
+            return str(error)
+    return "nothing"
+
+
+def after_another_died(rank: int, which: int) -> str:
+    """The error of a call that one rank does not live to see, between two passes if it is 2."""
+    plan = make_plan(mask_of("causal"), dist.get_world_size(), "zigzag")
+    own = [plan.shard(x, rank, 2).requires_grad_() for x in inputs(torch.float64)[:3]]
+    if rank == which == 1:
+        os._exit(1)
+    try:
+        out = context_parallel_attention(*own, plan)
+        if rank == which == 2:
+            os._exit(1)
+        out.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
