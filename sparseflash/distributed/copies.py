@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -96,7 +96,10 @@ class SharedMemory:
 
     def barrier(self, group: ProcessGroup) -> None:
         """The current stream waits until those of all ranks come here."""
-        dist.all_reduce(self._arrived, op=dist.ReduceOp.MAX, group=group)
+        # Asynchronous, so that NCCL runs it on the stream of the other exchanges, after those. On
+        # the current stream it could run beside that of shared rows, with the same communicator.
+        work = dist.all_reduce(self._arrived, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        cast(dist.Work, work).wait()
         self._barriers += 1
 
     def copy(self, pairs: Callable[[], list[tuple[Tensor, Tensor]]]) -> None:
