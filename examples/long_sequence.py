@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/long_sequence.py
 
-Run as an ordinary script it is one process, which has all tokens and fetches nothing.
+Each process has a GPU if the host has enough of them; otherwise all run on CPUs. Run as an
+ordinary script it is one process, which has all tokens and fetches nothing.
 """
 
 import os
@@ -15,8 +16,12 @@ from sparseflash.distributed import context_parallel_attention, gather, make_pla
 
 TOKENS, HEADS, KV_HEADS, DIM = 4096, 4, 2, 32
 
+device = torch.device("cpu")
+if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
 if "RANK" in os.environ:
-    dist.init_process_group("gloo")  # "nccl" on GPUs
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 mask = ((masks.local(256) | masks.global_tokens([0])) & masks.causal())(TOKENS, block_size=64)
@@ -25,7 +30,7 @@ if rank == 0:
     print(plan.report(KV_HEADS, DIM, torch.float32))
 
 torch.manual_seed(0)  # here every rank makes the whole sequence, and takes its tokens of it
-whole = [torch.randn(1, heads, TOKENS, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+whole = [torch.randn(1, n, TOKENS, DIM, device=device) for n in (HEADS, KV_HEADS, KV_HEADS)]
 query, key, value = (plan.shard(x, rank, dim=2).requires_grad_() for x in whole)
 out = context_parallel_attention(query, key, value, plan)
 out.square().sum().backward()
