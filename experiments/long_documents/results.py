@@ -71,6 +71,11 @@ def start_of(run: dict) -> str:
     return span([length]) + ", without labels" * (not before["labels"])
 
 
+def samples_read(run: dict) -> int:
+    """Number of passages that a run read in training, each time counted."""
+    return run["steps"] * run["batch_size"] * run.get("accumulate_grad_batches", 1)
+
+
 def by_device(lengths: dict[str, dict]) -> list[tuple[str, list[str]]]:
     """Each device with the lengths that it trained, which follow one another in the record."""
     pairs = groupby(lengths, key=lambda length: lengths[length]["device"])

@@ -183,6 +183,7 @@ class ArenaCLI(LightningCLI):
             "seed": self.model.seed,
             "init_from": self.model.start,
             "batch_size": self.datamodule.batch_size,
+            "accumulate_grad_batches": self.trainer.accumulate_grad_batches,
             **run,
             **{name: float(value) for name, value in self.trainer.callback_metrics.items()},
             "floors": floors(task),

@@ -90,8 +90,8 @@ def test_encoders_of_a_length_start_from_those_of_another(data, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     given = ["--data-root", str(data), "--authors=3", "--tokens=words", *TINY.split()]
 
-    def train(length, start=None, rate=0.0, seeds=2):
-        more = [f"--model.optimizer.learning_rate={rate}", f"--seeds={seeds}"]
+    def train(length, start=None, *more, rate=0.0, seeds=2):
+        more = [*more, f"--model.optimizer.learning_rate={rate}", f"--seeds={seeds}"]
         more += [] if start is None else ["--init-from", f"runs/authors-words/{start}"]
         found = CliRunner().invoke(app, ["train", str(length), *given, *more])
         assert found.exception is None, found.output
@@ -108,7 +108,8 @@ def test_encoders_of_a_length_start_from_those_of_another(data, tmp_path, monkey
     first = {"task": "authors-64-words", "labels": True, "steps": 1, "init_from": None}
     assert [run["init_from"] for run in train(128, 64)] == [first | {"seed": n} for n in (0, 1)]
     second = {"task": "authors-128-words", "labels": True, "steps": 1, "seed": 0}
-    (run,) = train(256, 128, seeds=1)
+    (run,) = train(256, 128, "--trainer.accumulate_grad_batches=2", seeds=1)
+    assert (run["steps"], run["batch_size"], run["accumulate_grad_batches"]) == (1, 2, 2)
     assert run["init_from"] == second | {"init_from": first | {"seed": 0}}
     # Without learning, weights remain those of the start, with positions repeated.
     positions = "classifier.encoder.positions.learned.weight"

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from experiments.files import write_json
-from experiments.long_documents.results import by_device, gather, table_of
+from experiments.long_documents.results import by_device, gather, samples_read, table_of
 
 START = {"task": "authors-512-words", "labels": True, "steps": 10, "init_from": None}
 
@@ -112,3 +112,9 @@ def test_a_record_says_from_what_the_encoders_of_a_length_started(tmp_path):
         write_json(one, run | {"init_from": start})
         with pytest.raises(ValueError, match=message):
             gather(*given)
+
+
+def test_accumulated_batches_are_counted():
+    run = {"steps": 10, "batch_size": 4}
+    assert samples_read(run) == 40
+    assert samples_read(run | {"accumulate_grad_batches": 8}) == 320

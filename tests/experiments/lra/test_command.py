@@ -36,6 +36,7 @@ def test_what_was_tested_outlives_a_kill_during_moved_discs(tmp_path, monkeypatc
         model=Learner(task, ENCODER, OptimizerConfig(), ObjectiveConfig()),
         datamodule=SimpleNamespace(task=task, batch_size=8),
         trainer=SimpleNamespace(
+            accumulate_grad_batches=1,
             is_global_zero=True,
             log_dir=tmp_path,
             callback_metrics={"test/accuracy": 0.75},
