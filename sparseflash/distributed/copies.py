@@ -128,6 +128,8 @@ class SharedMemory:
         import torch.distributed._symmetric_memory as symmetric
 
         own = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
+        # torch fills new memory with zeros, which must not follow what another rank pushes to it.
+        torch.cuda.synchronize(self.device)
         handle = symmetric.rendezvous(own, group)
         return [
             own if rank == self.rank else handle.get_buffer(rank, (nbytes,), torch.uint8)
