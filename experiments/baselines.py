@@ -19,7 +19,7 @@ from experiments.cli import Baseline
 from experiments.packaged import without_projections
 from experiments.pattern_families import Problem
 from experiments.record import ANY_ORDER
-from masks import BlockMask
+from masks import BlockMask, MaskBatch
 from masks.interop import to_block_lists, to_cudnn_blocks, to_cudnn_intervals, to_flex
 
 RECOMPILE_LIMIT = 64
@@ -72,13 +72,17 @@ def attend_baseline(baseline: Baseline, problem: Problem, extras: Extras = NO_EX
     """
     padded = extras.key_lengths is not None
     by_mask = baseline in (Baseline.SDPA, Baseline.STANDARD) and problem.dense == "full"
+    by_mask = by_mask or baseline in (Baseline.FLEX, Baseline.CUDNN_FLEX)
     if padded and not (by_mask or baseline.approximate):
         raise BaselineError(f"{baseline} is measured without padding")
     if extras.dropout_p > 0 and baseline not in WITH_DROPOUT:
         raise BaselineError(f"{baseline} has no dropout")
     if baseline is Baseline.FLEX:
         # Without a block mask FlexAttention computes the full mask.
-        return attend_flex(None if problem.dense == "full" else flex_mask(problem))
+        every = problem.dense == "full" and not padded
+        return attend_flex(None if every else flex_mask(problem, extras.key_lengths))
+    if baseline is Baseline.CUDNN_FLEX:
+        return attend_cudnn_flex(problem, extras.key_lengths)
     if baseline in ON_INSTALLED:
         return ON_INSTALLED[baseline](problem)
     if problem.dense is None:
@@ -254,8 +258,8 @@ def attend_cudnn_bsa(problem: Problem) -> Attend:
     return Attention.apply
 
 
-def attend_cudnn_flex(problem: Problem) -> Attend:
-    """cuDNN's flex attention with intervals of keys.
+def attend_cudnn_flex(problem: Problem, key_lengths: Tensor | None = None) -> Attend:
+    """cuDNN's flex attention with intervals of keys, which end at the key lengths.
 
     Its tensors are (batch, seq, heads, dim), here transposed views of ours. The first call makes
     its plan, with a backward pass if inputs require gradients.
@@ -266,13 +270,15 @@ def attend_cudnn_flex(problem: Problem) -> Attend:
     with refusals("cuDNN's flex attention"):
         from cudnn.flex_attention import create_mask_plan, flex_attn_func  # pyright: ignore
 
-    plans = {}
+    mask, batch, plans = problem.mask, None, {}
+    if key_lengths is not None:
+        mask, batch = within_lengths(mask, key_lengths), 1
 
     def attend(query, key, value):
         own = [t.transpose(1, 2) for t in (query, key, value)]
         with refusals("cuDNN's flex attention"):
             if not plans:
-                intervals = to_cudnn_intervals(problem.mask.to(query.device), len(query))
+                intervals = to_cudnn_intervals(mask.to(query.device), batch or len(query))
                 plans["mask_plan"] = create_mask_plan(intervals, *own)
             return flex_attn_func(*own, **plans).transpose(1, 2)
 
@@ -308,12 +314,20 @@ def _compiled_flex():
     return torch.compile(flex.flex_attention, fullgraph=True, dynamic=False)
 
 
-def flex_mask(problem: Problem) -> flex.BlockMask:
+def within_lengths(mask: BlockMask, key_lengths: Tensor) -> MaskBatch:
+    """The mask of each batch element, without keys past its length."""
+    keys = torch.arange(mask.seq_len[1], device=key_lengths.device)
+    return MaskBatch.with_keys(mask, keys < key_lengths.unsqueeze(1))
+
+
+def flex_mask(problem: Problem, key_lengths: Tensor | None = None) -> flex.BlockMask:
     """The same mask for FlexAttention: full blocks, and the pairs of partial blocks.
 
     Without partial blocks no code is compiled for them. A predicate is faster than a look-up.
     """
     mask, predicate = problem.mask, problem.predicate
+    if key_lengths is not None:
+        return padded_flex_mask(problem, key_lengths.to(mask.device))
     if mask.partial_blocks and predicate is None:
         return to_flex(mask)
     return flex.BlockMask.from_kv_blocks(
@@ -324,8 +338,23 @@ def flex_mask(problem: Problem) -> flex.BlockMask:
     )
 
 
+def padded_flex_mask(problem: Problem, key_lengths: Tensor) -> flex.BlockMask:
+    """flex_mask of a batch whose keys end at these lengths."""
+    batch, unpadded = within_lengths(problem.mask, key_lengths), flex_mask(problem).mask_mod
+    lists = [to_block_lists(batch[b])[:4] for b in range(len(batch))]
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return unpadded(b, h, q, k) & (k < key_lengths[b])
+
+    return flex.BlockMask.from_kv_blocks(
+        *map(torch.cat, zip(*lists, strict=True)),
+        BLOCK_SIZE=batch.block_size,
+        mask_mod=mask_mod,
+        seq_lengths=batch.seq_len,
+    )
+
+
 ON_INSTALLED: dict[Baseline, Callable[[Problem], Attend]] = {
     Baseline.FLASH4: attend_flash4,
     Baseline.CUDNN_BSA: attend_cudnn_bsa,
-    Baseline.CUDNN_FLEX: attend_cudnn_flex,
 }

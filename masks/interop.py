@@ -20,7 +20,7 @@ from masks._pattern import Pattern
 from masks.arguments import check_dtype, check_integer
 from masks.block_mask import BlockMask, stack
 from masks.builders import from_intervals
-from masks.mask_batch import check_block_mask
+from masks.mask_batch import MaskBatch, check_block_mask
 
 
 class BlockSparseTensors(NamedTuple):
@@ -251,29 +251,36 @@ def from_cudnn_blocks(blocks: CudnnBlocks, seq_len: int | tuple[int, int]) -> Bl
     return from_block_lists(BlockSparseTensors(none, index, count, index, (side, side)), seq_len)
 
 
-def to_cudnn_intervals(mask: BlockMask, batch: int = 1) -> Tensor:
+def to_cudnn_intervals(mask: BlockMask | MaskBatch, batch: int = 1) -> Tensor:
     """Converts a mask to the argument `mask_func` of cudnn.flex_attention.create_mask_plan.
 
     It has the keys of each query as intervals [0, F0), [F1, F2), ..., which may be empty.
 
     Args:
-        mask: The mask.
-        batch: Number of batch elements. All get the same intervals.
+        mask: The mask of all batch elements, or a batch with a mask for each.
+        batch: Number of batch elements that get the same intervals; 1 for a MaskBatch.
 
     Returns:
         int32 (heads, endpoints, batch * q_len), on the device of the mask. The number of endpoints
         is odd. If a query needs fewer than others, its last endpoint is repeated.
 
     Raises:
-        TypeError: `mask` is not a BlockMask, or `batch` is not an integer.
-        ValueError: `batch` is below 1.
+        TypeError: `mask` is not a BlockMask or a MaskBatch, or `batch` is not an integer.
+        ValueError: `batch` is below 1, or above 1 for a MaskBatch.
     """
-    check_block_mask(mask)
     batch = check_integer("batch", batch, least=1)
+    if isinstance(mask, MaskBatch):
+        each = [mask[b] for b in range(len(mask))]
+        if batch > 1:
+            raise ValueError(f"batch must be 1 for a MaskBatch, got {batch}")
+    else:
+        check_block_mask(mask)
+        each = [mask]
     q_len, k_len = mask.seq_len
     rows = max(1, STRIP // k_len)
     strips = [
-        _endpoints(mask.slice_queries(begin, min(begin + rows, q_len)).to_dense())
+        _endpoints(own.slice_queries(begin, min(begin + rows, q_len)).to_dense())
+        for own in each
         for begin in range(0, q_len, rows)
     ]
     most = max(strip.shape[1] for strip in strips)

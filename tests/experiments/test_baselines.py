@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 import masks
+import sparseflash
 from experiments.baselines import (
     BaselineError,
     attend_baseline,
@@ -16,7 +17,7 @@ from experiments.baselines import (
     attend_standard,
     flex_mask,
 )
-from experiments.check import SampledRows, check
+from experiments.check import Extras, SampledRows, check
 from experiments.cli import Baseline
 from experiments.pattern_families import Problem
 from masks import interop
@@ -61,6 +62,22 @@ def test_flex_gets_exactly_the_same_mask(problem, inputs):
     block_mask = flex_mask(problem)
     sample = SampledRows.of(problem.mask, CPU)
     check(lambda *t: flex_attention(*t, block_mask=block_mask), inputs, sample, "flex", False)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", ["full", "local", "predicate", "per head"])
+def test_padding_is_a_mask_of_each_batch_element_for_flex(name):
+    problem, lengths = PROBLEMS[name], torch.tensor([N, 130])
+    tensors = [torch.randn(2, 2, N, 16) for _ in range(3)]
+    block_mask = flex_mask(problem, lengths)
+    expected = sparseflash.attention(*tensors, problem.mask, key_lengths=lengths)
+    attending = expected[:, :, : 130 + 70]  # of later queries no key is left in some masks
+    out = flex_attention(*tensors, block_mask=block_mask)
+    torch.testing.assert_close(out[:, :, : 130 + 70], attending)
+    blocks = block_mask.to_dense().bool()[1]
+    assert not blocks[..., 3:].any()
+    assert blocks[..., :3].any()
+    assert attend_baseline(Baseline.FLEX, problem, Extras(key_lengths=lengths))
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=list(PROBLEMS))
@@ -200,6 +217,24 @@ def test_cudnn_is_given_the_mask(baseline):
     inputs = [torch.randn(2, 2, 256, 16).requires_grad_() for _ in range(3)]
     sample = SampledRows.of(problem.mask, CPU)
     check(attend_baseline(baseline, problem), inputs, sample, baseline)
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_cudnn_is_given_the_intervals_of_each_batch_element(monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        sys.modules["cudnn.flex_attention"],
+        "create_mask_plan",
+        lambda intervals, *_: given.append(intervals) or masks.full()(256),
+    )
+    mask, lengths = masks.butterfly()(256, 64), torch.tensor([256, 100])
+    extras = Extras(key_lengths=lengths)
+    attend = attend_baseline(Baseline.CUDNN_FLEX, Problem("", mask), extras)
+    attend(*(torch.randn(2, 2, 256, 16) for _ in range(3)))
+    keys = torch.arange(256) < lengths[:, None]
+    for own, inside in zip(given[0].split(256, dim=2), keys, strict=True):
+        dense = interop.from_cudnn_intervals(own, 256).to_dense()
+        assert torch.equal(dense, mask.to_dense() & inside)
 
 
 @pytest.mark.usefixtures("cudnn")

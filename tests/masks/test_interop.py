@@ -222,6 +222,18 @@ def test_cudnn_intervals(name, strip, shape, monkeypatch):
     assert torch.equal(interop.to_cudnn_intervals(mask, 2), intervals.repeat(1, 1, 2))
 
 
+def test_cudnn_intervals_of_each_batch_element():
+    mask = masks.causal()(70, 16)
+    batch = masks.MaskBatch.with_keys(mask, torch.arange(70) < torch.tensor([[70], [33]]))
+    intervals = interop.to_cudnn_intervals(batch)
+    for b, own in enumerate(intervals.split(70, dim=2)):
+        assert interop.from_cudnn_intervals(own, 70, 16) == batch[b]
+    with pytest.raises(ValueError, match="batch must be 1 for a MaskBatch, got 2"):
+        interop.to_cudnn_intervals(batch, 2)
+    with pytest.raises(TypeError, match=r"got Pattern; pass pattern\(seq_len\)"):
+        interop.to_cudnn_intervals(masks.causal())  # pyright: ignore[reportArgumentType]
+
+
 def test_cudnn_intervals_by_hand():
     dense = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0], [0, 1, 0, 1]]).bool()
     intervals = interop.to_cudnn_intervals(masks.BlockMask.from_dense(dense, 16))
@@ -280,7 +292,7 @@ MASK = masks.causal()(32, 16)
             (convert, given, f"mask must be a BlockMask, got {message}")
             for convert in (
                 *(interop.to_flex, interop.to_block_lists, interop.to_torch),
-                *(interop.to_cudnn_blocks, interop.to_cudnn_intervals, interop.to_flashinfer),
+                *(interop.to_cudnn_blocks, interop.to_flashinfer),
             )
             for given, message in (
                 (masks.causal(), r"Pattern; pass pattern\(seq_len\)"),
