@@ -6,7 +6,7 @@ from statistics import fmean
 
 from records import NOTHING, measured, newest, paragraphs, picture, read
 
-from experiments.long_documents.results import RANDOM, by_device, span, start_of
+from experiments.long_documents.results import RANDOM, by_device, samples_read, span, start_of
 from experiments.markdown import in_percent, table
 
 AUTHORS = {  # records of encoders, and the tokens that they read
@@ -65,7 +65,7 @@ def training_of(kind: str, group: dict) -> list[str]:
         start_of(runs[0]),
         str(len(runs)),
         interval(run["steps"] for run in runs),
-        interval(run["steps"] * run["batch_size"] for run in runs),
+        interval(map(samples_read, runs)),
         f"{100 * fmean(best):.1f}",
     ]
 

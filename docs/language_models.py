@@ -1,12 +1,14 @@
 """Table 4 on docs/paper.md: language models with longer contexts."""
 
 import json
+import re
 
-from records import NOTHING, latest, measured, newest, paragraphs, picture, ratio
+from records import NOTHING, ROOT, latest, measured, newest, paragraphs, picture, ratio
 
 from experiments.language_model.results import bits_at, common_seconds, contexts_of
 from experiments.markdown import table
 
+CONTEXTS = ROOT / "experiments/language_model/runs/contexts.sh"
 LANGUAGE_MODELS = (
     "language-model-25m-contexts",
     "language-model-25m-warm-up",
@@ -51,11 +53,21 @@ def language_model(name: str) -> str:
     source = f"Record `experiments/results/{path.name}`."
     parts = [f"**{record['name']}**", table(head, lines), contexts(record["runs"])]
     parts += [patterns(record["runs"], dense), at_equal_time(record["runs"])]
+    parts += [not_trained(name, record["runs"])]
     parts += [shown, f"{source} {measured(first)}"]
     changed = [name for name, run in record["runs"].items() if run["environment"]["git"]["dirty"]]
     if changed and not first["environment"]["git"]["dirty"]:
         parts.append(f"These runs ended in a checkout with local changes: {', '.join(changed)}.")
     return paragraphs(parts)
+
+
+def not_trained(name: str, runs: dict[str, dict]) -> str:
+    """The runs of CONTEXTS that the record of this name lacks, if it is a record of CONTEXTS."""
+    script = CONTEXTS.read_text()
+    if f"record={name.removeprefix('language-model-')}" not in script.split():
+        return ""
+    lacking = [run for run in re.findall(r"^run (\S+)", script, re.M) if run not in runs]
+    return f"*Not trained yet: {', '.join(lacking)}.*" if lacking else ""
 
 
 def long_step() -> str:

@@ -230,6 +230,23 @@ def test_table_4(paper, tmp_path):
     assert "Bits per byte against" not in shown
 
 
+def test_table_4_says_which_runs_of_its_script_are_not_trained(paper, tmp_path):
+    not_trained = sys.modules["language_models"].not_trained
+    shown = not_trained("language-model-25m-warm-up", {"dense-1k": {}, "heads-16k": {}})
+    lacking = "dense-4k, dense-16k, wide-16k, narrow-16k, narrow-64k, dense-64k"
+    assert shown == f"*Not trained yet: {lacking}.*"
+    every = dict.fromkeys([*lacking.split(", "), "dense-1k", "heads-16k"])
+    assert not_trained("language-model-25m-warm-up-tokens", every) == ""
+    assert not_trained("language-model-25m-contexts", {}) == ""
+    folder = write_run(tmp_path / "dense-1k")
+    run = json.loads((folder / "result.json").read_text())
+    run["model"]["attention"] = ["flash"]
+    write_json(folder / "result.json", run | {"environment": FACTS | {"device": "NVIDIA H200"}})
+    path = tmp_path / "language-model-25m-warm-up-nvidia-h200.json"
+    write_json(path, record_of("25m-warm-up", [folder]))
+    assert "*Not trained yet: dense-4k, dense-16k, wide" in paper.TABLES["language-models"]()
+
+
 def test_runs_of_table_4_are_compared_after_equal_times(paper, tmp_path):
     runs = {
         name: json.loads((write_run(tmp_path / name, bits, speed) / "result.json").read_text())
@@ -316,7 +333,8 @@ def test_table_5_tells_encoders_from_random_weights_and_of_shorter_lengths_apart
         for path in tmp_path.glob(f"{name}/*/seed*/result.json"):
             run = json.loads(path.read_text())
             environment = FACTS | {"device": "NVIDIA X"}
-            write_json(path, run | {"environment": environment})
+            more = {"environment": environment} | ({"accumulate_grad_batches": 8} if start else {})
+            write_json(path, run | more)
         gather(name, tmp_path / name, tmp_path / "long-documents-floors.json", tmp_path)
     floors = tmp_path / "long-documents-floors.json"
     known = json.loads(floors.read_text())
@@ -325,6 +343,7 @@ def test_table_5_tells_encoders_from_random_weights_and_of_shorter_lengths_apart
     shown = paper.authors()
     lines = [line.split(" | ") for line in shown.splitlines() if line.startswith("| 65,536 |")]
     assert [line[2] for line in lines] == ["random weights", "512 bytes"]
+    assert [line[5] for line in lines] == ["40 to 44", "320 to 352"]
     assert shown.count("Encoders of words: test accuracy is") == 1
     assert shown.count("Encoders of words that start from a shorter length: test accuracy") == 1
     assert "Encoders of words that start from a shorter length, 512 to 65,536 bytes: *" in shown
