@@ -13,18 +13,19 @@ Buffers are used again, so what must remain after the exchange is pulled. The ba
 exchange comes last, so that a push can be overlapped with kernels although ranks start it at
 different times.
 
-A rank that takes part in a barrier has launched its reads of all earlier exchanges. So a buffer is
-free after the first barrier that follows its release, and all ranks choose the same buffer without
-communication.
+A rank releases a buffer when it has launched its last read of that exchange. So a buffer is free
+after the first barrier that follows its release. All ranks start exchanges, and wait for them, in
+the same order, so that they choose the same buffer without communication.
 """
 
+import os
 import socket
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,6 +43,11 @@ from sparseflash.distributed.exchange import (
 
 TransportName = Literal["auto", "collectives", "copies"]
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+PROCESSES = Path("/proc/self/ns/pid")  # a link to the namespace of process ids
+# Symmetric memory of torch sends handles by sockets in the first of these folders that is set. The
+# name of a socket ends with the process id, and has 107 characters at most.
+TEMPORARY = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
+MAX_FOLDER = 107 - len("/symm_mem-4194304")
 # A larger buffer than needed is also large enough for the next, slightly longer sequence.
 SIZES_OF_AN_OCTAVE = 4
 
@@ -319,41 +325,89 @@ def buffer_bytes(group: ProcessGroup | None) -> int:
     return sum(memory.nbytes for memory in of_streams.values())
 
 
+class Location(NamedTuple):
+    """Where a rank runs.
+
+    Attributes:
+        host: Name and boot of the host.
+        container: What processes must share to send each other handles of memory: the namespace
+            of process ids, and a folder for sockets.
+        number: Number of the GPU, as this process counts.
+        uuid: What identifies the GPU in every process.
+    """
+
+    host: tuple[str, str]
+    container: tuple[str, ...]
+    number: int
+    uuid: str
+
+
 def refusal(group: ProcessGroup, device: torch.device) -> str | None:
     """Why the ranks of a group cannot copy from each other; None if they can.
 
     All ranks must call it, and all get the same answer.
     """
-    answers: list[Any] = [None] * group.size()
-    with explain_errors("their devices"):
-        dist.all_gather_object(answers, _location(device), group=group)
-    problems = [f"rank {r}: {each}" for r, each in enumerate(answers) if isinstance(each, str)]
-    if problems:
-        return problems[0]
-    hosts, devices = {host for host, _ in answers}, [number for _, number in answers]
-    if len(hosts) > 1:
-        return f"the ranks are on {len(hosts)} hosts"
-    if len(set(devices)) < len(devices):
+    answers = _of_all_ranks(group, device, _location(device))
+    if (problem := _first_problem(answers)) is not None:
+        return problem
+    if (hosts := len({each.host for each in answers})) > 1:
+        return f"the ranks are on {hosts} hosts"
+    if len({each.container for each in answers}) > 1:
+        return (
+            "the ranks are in several containers, or have several folders for temporary files, "
+            "so that they cannot map the memory of each other"
+        )
+    if len({each.number for each in answers}) < len(answers):
         return "several ranks have a GPU of the same index; each must see the GPUs of all"
-    reachable = all(
-        torch.cuda.can_device_access_peer(device, other)
-        for other in devices
-        if other != device.index
-    )
-    everywhere: list[Any] = [None] * group.size()
-    with explain_errors("their devices"):
-        dist.all_gather_object(everywhere, reachable, group=group)
-    return None if all(everywhere) else "a GPU cannot read the memory of another one"
+    return _first_problem(_of_all_ranks(group, device, _unreachable(device, answers)))
 
 
-def _location(device: torch.device) -> tuple[tuple[str, str], int] | str:
-    """(host, number of the device); or why its memory cannot be mapped by other processes."""
+def _of_all_ranks(group: ProcessGroup, device: torch.device, own: Any) -> list[Any]:
+    """The answers of all ranks, in the order of ranks."""
+    answers: list[Any] = [None] * group.size()
+    # A process group of NCCL sends objects by the current device, which may be another one.
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with current, explain_errors("their devices"):
+        dist.all_gather_object(answers, own, group=group)
+    return answers
+
+
+def _first_problem(answers: list[Any]) -> str | None:
+    """The first answer that is a text, with its rank."""
+    problems = (f"rank {r}: {each}" for r, each in enumerate(answers) if isinstance(each, str))
+    return next(problems, None)
+
+
+def _unreachable(device: torch.device, locations: list[Location]) -> str | None:
+    """Why this rank cannot read the memory of another one; None if it can read that of all."""
+    for other in locations:
+        if other.number >= torch.cuda.device_count() or _uuid(other.number) != other.uuid:
+            return f"the GPU that another rank has as cuda:{other.number} is not visible as such"
+        if other.number != _index(device) and not torch.cuda.can_device_access_peer(
+            _index(device), other.number
+        ):
+            return f"its GPU cannot read the memory of cuda:{other.number}"
+    return None
+
+
+def _location(device: torch.device) -> Location | str:
+    """Where this rank runs; or why its memory cannot be mapped by other processes."""
     if device.type != "cuda":
         return f"the tensors are on {device}, not on a GPU"
     if torch.version.hip is not None:
         return "the GPU is not from NVIDIA"
+    folder = next((os.environ[name] for name in TEMPORARY if name in os.environ), "/tmp")
+    if len(folder) > MAX_FOLDER or not os.access(folder, os.W_OK):
+        return f"sockets cannot be made in the folder {folder!r} of temporary files"
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
-    return (socket.gethostname(), boot), _index(device)
+    processes = str(PROCESSES.readlink()) if PROCESSES.exists() else ""
+    found, number = Path(folder).stat(), _index(device)
+    container = processes, folder, str(found.st_dev), str(found.st_ino)
+    return Location((socket.gethostname(), boot), container, number, _uuid(number))
+
+
+def _uuid(number: int) -> str:
+    return str(torch.cuda.get_device_properties(number).uuid)
 
 
 def _index(device: torch.device) -> int:

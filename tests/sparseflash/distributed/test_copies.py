@@ -1,13 +1,20 @@
 """Exchanges by copies: with files in place of the memory of GPUs, against one process."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import masks
-from sparseflash.distributed import context_parallel_attention, copies, free_buffers, make_plan
-from sparseflash.distributed.copies import Copies, SharedMemory, transport_of
+from sparseflash.distributed import (
+    context_parallel_attention,
+    copies,
+    free_buffers,
+    make_plan,
+)
+from sparseflash.distributed.copies import Copies, Location, SharedMemory, transport_of
 from sparseflash.distributed.exchange import Collectives, Splits
 from tests.helpers import context_gradients as gradients
 from tests.helpers import context_parallel as cases
@@ -15,6 +22,7 @@ from tests.helpers.copied import FileMemory, with_copies
 from tests.helpers.ranks import Ranks
 
 EXACT = 1e-12
+ONE_RANK = mock.Mock(rank=lambda: 0, size=lambda: 1)
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
@@ -57,8 +65,6 @@ def test_a_second_backward_pass_and_equal_bits(ranks, split):
 
 def exchanged(rank: int) -> list[int]:
     """The number of buffers after each of some exchanges; checks what ranks receive."""
-    import torch.distributed as dist
-
     group = dist.group.WORLD
     assert group is not None
     size, found, like = group.size(), [], torch.empty(0, dtype=torch.float64)
@@ -95,7 +101,7 @@ def test_buffers_alternate_and_are_replaced_by_larger_ones(ranks):
 
 
 def test_a_buffer_in_use_is_not_taken():
-    memory = SharedMemory(mock.Mock(rank=lambda: 0), torch.device("cpu"))
+    memory = SharedMemory(ONE_RANK, torch.device("cpu"))
     group = mock.Mock()
     with (
         mock.patch.object(memory, "_allocated", lambda _, nbytes: [torch.empty(nbytes)]),
@@ -147,21 +153,71 @@ def test_unknown_transports_are_refused():
         context_parallel_attention(*tensors, plan, transport="nvlink")
 
 
+HERE = (("a", "1"), ("pid:[1]", "/tmp"))  # a host and a container
+GPUS = ["GPU-0", "GPU-1"]
+
+
 @pytest.mark.parametrize(
     ("locations", "problem"),
     [
-        ([(("a", "1"), 0), (("b", "2"), 1)], "the ranks are on 2 hosts"),
         (
-            [(("a", "1"), 0), (("a", "1"), 0)],
+            [Location(*HERE, 0, "GPU-0"), Location(("b", "2"), HERE[1], 1, "GPU-1")],
+            "the ranks are on 2 hosts",
+        ),
+        (
+            [Location(*HERE, 0, "GPU-0"), Location(HERE[0], ("pid:[2]", "/tmp"), 1, "GPU-1")],
+            "the ranks are in several containers, or have several folders for temporary files, so "
+            "that they cannot map the memory of each other",
+        ),
+        (
+            [Location(*HERE, 0, "GPU-0"), Location(*HERE, 0, "GPU-1")],
             "several ranks have a GPU of the same index; each must see the GPUs of all",
         ),
-        ([(("a", "1"), 0), "the GPU is not from NVIDIA"], "rank 1: the GPU is not from NVIDIA"),
+        (
+            [Location(*HERE, 0, "GPU-0"), "the GPU is not from NVIDIA"],
+            "rank 1: the GPU is not from NVIDIA",
+        ),
+        (  # as many as are visible here, but the other rank sees more
+            [Location(*HERE, 0, "GPU-0"), Location(*HERE, 2, "GPU-2")],
+            "rank 0: the GPU that another rank has as cuda:2 is not visible as such",
+        ),
+        (  # CUDA_VISIBLE_DEVICES of the other rank has another order
+            [Location(*HERE, 0, "GPU-0"), Location(*HERE, 1, "GPU-2")],
+            "rank 0: the GPU that another rank has as cuda:1 is not visible as such",
+        ),
+        (
+            [Location(*HERE, 0, "GPU-0"), Location(*HERE, 1, "GPU-1")],
+            "rank 0: its GPU cannot read the memory of cuda:1",
+        ),
     ],
 )
 def test_ranks_that_cannot_copy(monkeypatch, locations, problem):
-    def all_gather_object(answers, _, group):
-        answers[:] = locations
+    """Rank 0 sees two GPUs, which cannot read the memory of each other."""
+    asked = []
+
+    def all_gather_object(answers, own, group):
+        asked.append(own)
+        answers[:] = locations if len(asked) == 1 else [own, None]
 
     monkeypatch.setattr(copies.dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(GPUS))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
+    monkeypatch.setattr(copies, "_uuid", lambda number: GPUS[number])
     group = mock.Mock(size=lambda: 2)
-    assert copies.refusal(group, torch.device("cpu")) == problem
+    assert copies.refusal(group, torch.device("cuda", 0)) == problem
+    assert isinstance(asked[0], Location)
+
+
+def test_folders_in_which_sockets_cannot_be_made(monkeypatch, tmp_path):
+    monkeypatch.setattr(copies, "_uuid", lambda number: GPUS[number])
+    cuda = torch.device("cuda", 1)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    found = copies._location(cuda)
+    assert isinstance(found, Location)
+    assert found.number == 1
+    assert str(tmp_path) in found.container
+    (tmp_path / (91 * "a")).mkdir()  # the name of a socket in it would be too long
+    for folder in (tmp_path / "missing", tmp_path / (91 * "a")):
+        monkeypatch.setenv("TMPDIR", str(folder))
+        assert "sockets cannot be made in the folder" in str(copies._location(cuda))
