@@ -76,6 +76,7 @@ class SharedMemory:
         self.device, self.rank = device, group.rank()
         self._buffers: list[Buffer] = []
         self._barriers = 0
+        self._copied: list[tuple[Tensor, Tensor]] = []  # until the current stream waits
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -87,11 +88,14 @@ class SharedMemory:
             found = min(large, key=lambda x: x.nbytes)
         else:
             if free:  # they are replaced by the new one
-                self.barrier(group)
+                with explain_errors("its buffers"):
+                    self.barrier(group)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
                 self._buffers = [x for x in self._buffers if x not in free]
-            found = Buffer(self._allocated(group, _rounded(nbytes)))
+                free.clear()  # their memory is not needed beside the new one
+            with torch.inference_mode(False):  # later calls may be of training
+                found = Buffer(self._allocated(group, _rounded(nbytes)))
             self._buffers.append(found)
         found.released = None
         return found
@@ -118,11 +122,14 @@ class SharedMemory:
         with context:
             for target, source in pairs():
                 target.copy_(source, non_blocking=True)
+                # If an error ends the pass before `wait`, the memory must not be used again yet.
+                self._copied.append((target, source))
 
     def wait(self) -> None:
         """The current stream waits for all copies of this rank."""
         if self._copying is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._copying)
+        self._copied.clear()
 
     @property
     def nbytes(self) -> int:
@@ -133,10 +140,16 @@ class SharedMemory:
         """New memory of all ranks."""
         import torch.distributed._symmetric_memory as symmetric
 
-        own = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
+        try:
+            own = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except RuntimeError:
+            # It is not memory of the caching allocator, which may hold all that is left.
+            torch.cuda.empty_cache()
+            own = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
         # torch fills new memory with zeros, which must not follow what another rank pushes to it.
         torch.cuda.synchronize(self.device)
-        handle = symmetric.rendezvous(own, group)
+        with explain_errors("its buffers"):
+            handle = symmetric.rendezvous(own, group)
         return [
             own if rank == self.rank else handle.get_buffer(rank, (nbytes,), torch.uint8)
             for rank in range(group.size())
@@ -257,12 +270,18 @@ class Copies(Transport):
     @property
     def memory(self) -> SharedMemory:
         """The buffers of the current stream, which the work of other streams does not touch."""
-        device = self._device
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        device, stream = self._device, 0
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    'transport must be "collectives" if a backward pass is captured in a CUDA '
+                    "graph and its forward pass was not"
+                )
+            stream = torch.cuda.current_stream(device).cuda_stream
         of_streams = _MEMORIES.setdefault(self.group, {})
-        if stream not in of_streams:
-            of_streams[stream] = SharedMemory(self.group, device)
-        return of_streams[stream]
+        if (device, stream) not in of_streams:
+            of_streams[device, stream] = SharedMemory(self.group, device)
+        return of_streams[device, stream]
 
     def pulled(self, splits: Splits, like: Tensor, elements: int, what: str) -> Exchange:
         return _Pulled(self, splits, like, elements, what)
@@ -271,10 +290,11 @@ class Copies(Transport):
         return _Pushed(self, splits, like, elements, what)
 
 
-# The buffers of each group by stream, and why its ranks cannot copy. Both live as long as the
-# group: to map memory takes longer than a call.
-_MEMORIES: WeakKeyDictionary[ProcessGroup, dict[int, SharedMemory]] = WeakKeyDictionary()
-_REFUSALS: WeakKeyDictionary[ProcessGroup, str | None] = WeakKeyDictionary()
+# The buffers of each group by device and stream, and why its ranks cannot copy, by device. Both
+# live as long as the group: to map memory takes longer than a call.
+_MEMORIES: WeakKeyDictionary[ProcessGroup, dict[tuple[torch.device, int], SharedMemory]]
+_MEMORIES = WeakKeyDictionary()
+_REFUSALS: WeakKeyDictionary[ProcessGroup, dict[torch.device, str | None]] = WeakKeyDictionary()
 
 
 def transport_of(
@@ -296,9 +316,10 @@ def transport_of(
         # Which buffer is free is decided when a graph is captured, and not when it is replayed.
         problem: str | None = "a CUDA graph is being captured"
     else:
-        if group not in _REFUSALS:
-            _REFUSALS[group] = refusal(group, device)
-        problem = _REFUSALS[group]
+        of_devices = _REFUSALS.setdefault(group, {})
+        if device not in of_devices:
+            of_devices[device] = refusal(group, device)
+        problem = of_devices[device]
     if problem is None:
         return Copies(group, device)
     if name == "copies":
@@ -316,7 +337,6 @@ def drop_buffers(group: ProcessGroup) -> None:
     if of_streams:
         with explain_errors("that they free their buffers"):
             dist.barrier(group)  # no rank reads them any more
-    del of_streams
 
 
 def buffer_bytes(group: ProcessGroup | None) -> int:

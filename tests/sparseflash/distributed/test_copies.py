@@ -1,11 +1,13 @@
 """Exchanges by copies: with files in place of the memory of GPUs, against one process."""
 
+import weakref
 from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import masks
 from sparseflash.distributed import (
@@ -221,3 +223,90 @@ def test_folders_in_which_sockets_cannot_be_made(monkeypatch, tmp_path):
     for folder in (tmp_path / "missing", tmp_path / (91 * "a")):
         monkeypatch.setenv("TMPDIR", str(folder))
         assert "sockets cannot be made in the folder" in str(copies._location(cuda))
+
+
+def test_each_device_has_its_own_answer_and_buffers(monkeypatch):
+    monkeypatch.setattr(copies, "refusal", lambda _, device: f"not on {device}")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    group, found = mock.Mock(size=lambda: 2, rank=lambda: 0), []
+    for device in ("cpu", "cuda:0"):
+        with pytest.raises(ValueError, match=f"because not on {device}"):
+            transport_of("copies", group, torch.device(device))
+    for device in ("cpu", "meta"):
+        found.append(Copies(group, torch.device(device)).memory)
+    assert found[0] is not found[1]
+
+
+def test_a_backward_pass_that_is_captured_alone_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    transport = Copies(mock.Mock(), torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match='transport must be "collectives" if a backward pass'):
+        transport.pulled(Splits(0, [[0]]), torch.empty(0), 1, "rows")
+
+
+def trained_after_inference(rank: int) -> list[bool]:
+    plan = make_plan(masks.causal()(64, 16), dist.get_world_size())
+    free_buffers()  # of other tests
+    results = []
+    for _ in range(2):
+        own = torch.ones(3, 1, 2, len(plan.positions(rank)), 16, requires_grad=True)
+        with torch.inference_mode():
+            expected = context_parallel_attention(*own.unbind(), plan)
+        out = context_parallel_attention(*own.unbind(), plan)
+        out.sum().backward()
+        results.append(torch.equal(out, expected) and own.grad is not None)
+    return results
+
+
+def test_buffers_of_inference_serve_training(ranks):
+    """Tensors that are made in inference mode cannot be written outside it."""
+    for answer in ranks.run(with_copies, trained_after_inference):
+        assert answer == [True, True], answer
+
+
+def test_a_replaced_buffer_is_freed_before_its_successor_is_allocated():
+    memory, group, made, alive = SharedMemory(ONE_RANK, torch.device("cpu")), mock.Mock(), [], []
+
+    def allocated(_, nbytes: int) -> list[torch.Tensor]:
+        alive.append(sum(each() is not None for each in made))
+        found = torch.empty(nbytes, dtype=torch.uint8)
+        made.append(weakref.ref(found))
+        return [found]
+
+    with mock.patch.object(memory, "_allocated", allocated), mock.patch.object(copies, "dist"):
+        for nbytes in (5000, 9000, 20000):
+            memory.release(memory.take(group, nbytes))
+            memory.barrier(group)
+    assert alive == [0, 0, 0]
+
+
+def test_what_is_copied_is_kept_until_the_copies_are_waited_for():
+    """As if an error ended the pass: the memory must not be that of another tensor yet."""
+    memory = SharedMemory(ONE_RANK, torch.device("cpu"))
+    pairs = [(torch.ones(4), torch.ones(4))]
+    freed = [StorageWeakRef(each.untyped_storage()).expired for each in pairs[0]]
+    memory.copy(pairs.copy)
+    pairs.clear()
+    assert not any(each() for each in freed)
+    memory.wait()
+    assert all(each() for each in freed)
+
+
+def test_a_buffer_is_allocated_again_if_the_caching_allocator_held_all_memory(monkeypatch):
+    from torch.distributed import _symmetric_memory as symmetric
+
+    called = []
+
+    def empty(nbytes, **_):
+        called.append("empty")
+        if called == ["empty"]:
+            raise RuntimeError("CUDA driver error: out of memory")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(symmetric, "empty", empty)
+    monkeypatch.setattr(symmetric, "rendezvous", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("empty_cache"))
+    memory = SharedMemory(ONE_RANK, torch.device("cpu"))
+    assert memory.take(ONE_RANK, 5000).nbytes == 5120
+    assert called == ["empty", "empty_cache", "empty"]
