@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, cast, overload
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -102,9 +103,12 @@ def context_parallel_attention(
         return_lse: Also return the LSE of the queries of this rank.
         transport: How keys, values and their gradients are exchanged. "collectives": all-to-alls
             of the process group. "copies": copies between the GPUs of one host, which run beside
-            kernels without delaying them; their buffers, about twice what a rank sends at a time,
-            stay allocated as long as the group. "auto": copies if all ranks are GPUs of one host
-            that can read the memory of each other and no CUDA graph is captured, else collectives.
+            kernels without delaying them. "auto": copies if all ranks are GPUs of one host that
+            can read the memory of each other and no CUDA graph is captured, else collectives.
+            Copies need buffers, about twice what the rank that sends most sends at a time. They
+            stay allocated until the group is destroyed or all ranks call `free_buffers`, and the
+            statistics of torch.cuda do not count them. Each stream has its own, so all ranks must
+            divide calls among streams in the same way.
         check: Whether all ranks first compare their plans and arguments. If they differ, or a rank
             has an invalid argument, all ranks raise an error. The check waits for the device. By
             default it is done in the first call with this plan, group, options and sizes. Then a
@@ -139,7 +143,8 @@ def context_parallel_attention(
         return (out, lse) if return_lse else out
     process_group = process_group_of(group, plan.ranks)
     arguments = (mask, key_lengths, bias, sinks, seed, score_tensors, options, transport)
-    first = ("agreed", process_group) not in plan.cache
+    agreed = ("agreed", None if process_group is None else ref(process_group))
+    first = agreed not in plan.cache
     try:
         prepared = prepare(query, key, value, plan, process_group, *arguments)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -147,12 +152,12 @@ def context_parallel_attention(
             check_agreement(process_group, {}, f"{type(error).__name__}: {error}")
         raise
     if process_group is not None:
-        like_this = ("agreed", process_group, *prepared.kind)
+        like_this = (*agreed, *prepared.kind)
         if like_this not in plan.cache if check is None else check:
             # The plan as it was given: bias, key_lengths and mask may choose another split.
             facts = {"plan": plan.digest, **prepared.facts(query, key)}
             check_agreement(process_group, facts, None)
-            plan.cache["agreed", process_group] = plan.cache[like_this] = True
+            plan.cache[agreed] = plan.cache[like_this] = True
     if prepared.part.steps:
         prepared.transport  # noqa: B018  # all ranks get the same error before they exchange
     tensors = (prepared.query, prepared.key, prepared.value, prepared.bias)
@@ -182,11 +187,12 @@ def _with_shared_heads(
     shard = len(plan.positions(group.rank()))
     sharing = HeadSharing.of(heads_group, shard)
     problem = _problem_of_shared_heads(sharing, tensors, plan, mask, options)
-    if ("agreed", heads_group) not in plan.cache if check is None else check:
+    agreed = ("agreed", ref(heads_group))  # a plan does not keep the memory of a group
+    if agreed not in plan.cache if check is None else check:
         # Along both dimensions of the mesh, so that every rank raises the error of any rank.
         problem = disagreement(heads_group, {"plan": plan.digest}, problem)
         check_agreement(group, {}, problem)
-        plan.cache["agreed", heads_group] = True
+        plan.cache[agreed] = True
     elif problem is not None:
         raise ValueError(problem)
     own_heads = {name: sharing.of_own_heads(each) for name, each in by_head.items()}

@@ -127,10 +127,13 @@ def gather(shard: Tensor, plan: ContextPlan, dim: int, group: Group = None) -> T
 def free_buffers(group: Group = None) -> None:
     """Frees the buffers of exchanges by copies; the next exchange allocates new ones.
 
-    All ranks of the group must call it, without a pass in progress. It waits for the device.
+    All ranks of the group must call it, without a pass in progress. It waits for the device. If an
+    error ended a pass on all ranks, it also frees the buffers of that pass, which would otherwise
+    not be used again.
 
     Args:
         group: The ranks, as a process group or a mesh of one dimension; by default all processes.
+            If heads are divided among ranks, the first dimension of that mesh: mesh.get_group(0).
 
     Raises:
         TypeError, ValueError: `group` has another type, or is a mesh of several dimensions.

@@ -1,5 +1,6 @@
 """Exchanges by copies: with files in place of the memory of GPUs, against one process."""
 
+import gc
 import weakref
 from contextlib import nullcontext
 from unittest import mock
@@ -15,6 +16,7 @@ from sparseflash.distributed import (
     copies,
     free_buffers,
     make_plan,
+    prepare,
 )
 from sparseflash.distributed.copies import Copies, Location, SharedMemory, transport_of
 from sparseflash.distributed.exchange import Collectives, Splits
@@ -262,6 +264,29 @@ def test_buffers_of_inference_serve_training(ranks):
     """Tensors that are made in inference mode cannot be written outside it."""
     for answer in ranks.run(with_copies, trained_after_inference):
         assert answer == [True, True], answer
+
+
+def freed_with_the_group(rank: int) -> list[int]:
+    """The number of groups that have buffers: with one group more, and when it is destroyed."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    plan = make_plan(masks.causal()(64, 16), dist.get_world_size())
+    own = torch.ones(3, 1, 2, len(plan.positions(rank)), 16)
+    before = len(copies._MEMORIES)
+    with (
+        mock.patch.object(prepare, "transport_of", lambda _, group, device: Copies(group, device)),
+        mock.patch.object(copies, "SharedMemory", FileMemory),
+    ):
+        context_parallel_attention(*own.unbind(), plan, group=group)
+    found = [len(copies._MEMORIES) - before]
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return [*found, len(copies._MEMORIES) - before]
+
+
+def test_a_plan_does_not_keep_the_buffers_of_a_group(ranks):
+    for answer in ranks.run(freed_with_the_group):
+        assert answer == [1, 0], answer
 
 
 def test_a_replaced_buffer_is_freed_before_its_successor_is_allocated():
