@@ -10,6 +10,7 @@ import pytest
 from experiments.cli import SHIPPED
 from experiments.lra import page
 from experiments.pretraining import exact_pairs, largest_difference
+from experiments.record import read_rows
 
 pytestmark = pytest.mark.records
 H100 = "nvidia-h100-80gb-hbm3"
@@ -92,6 +93,23 @@ def test_exact_attentions_without_dropout_agree_until_training_amplifies_roundin
     assert f"losses are {between(with_dropout, 3)} apart within five steps" in text
     most = max(largest_difference(*pair) for pair in dropped)
     assert f"the loss of SDPA rises and falls again, they are {most:.1f} apart" in text
+
+
+def test_routing_attention_over_lengths():
+    plain, both = (
+        {
+            row["seq_len"]: row["median_ms"]
+            for row in read_rows(read(f"bench-landscape-packages{kind}", H100))
+            if (row["implementation"], row["direction"]) == ("routing", "backward")
+        }
+        for kind in ("", "-dropout-padding")
+    )
+    told = (
+        f"routing attention takes {plain[4096]:.1f} ms at 4,096 tokens and {plain[8192]:.0f} ms "
+        f"at 8,192 without dropout and padding; with both it takes {both[8192]:.0f} ms at 8,192 "
+        f"tokens and {both[16_384]:.1f} ms at 16,384"
+    )
+    assert told in words(PAPER)
 
 
 def test_authors_of_passages():
