@@ -45,7 +45,7 @@ def context_parallel_attention(
     query: Tensor, key: Tensor, value: Tensor, plan: ContextPlan, *,
     return_lse: Literal[True], **keywords: Unpack[_Keywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@torch.compiler.disable
+@torch.compiler.disable(reason="ranks exchange keys and gradients in calls of the host")
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,
@@ -155,7 +155,7 @@ def context_parallel_attention(
         like_this = (*agreed, *prepared.kind)
         if like_this not in plan.cache if check is None else check:
             # The plan as it was given: bias, key_lengths and mask may choose another split.
-            facts = {"plan": plan.digest, **prepared.facts(query, key)}
+            facts = {"plan": f"{plan} of SHA-256 {plan.digest}", **prepared.facts(query, key)}
             check_agreement(process_group, facts, None)
             plan.cache[agreed] = plan.cache[like_this] = True
     if prepared.part.steps:

@@ -49,7 +49,7 @@ PROCESSES = Path("/proc/self/ns/pid")  # a link to the namespace of process ids
 TEMPORARY = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
 MAX_FOLDER = 107 - len("/symm_mem-4194304")
 # A larger buffer than needed is also large enough for the next, slightly longer sequence.
-SIZES_OF_AN_OCTAVE = 4
+SIZES_OF_AN_OCTAVE = 16
 
 
 @dataclass(eq=False)

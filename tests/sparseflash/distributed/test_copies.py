@@ -122,7 +122,7 @@ def test_a_buffer_in_use_is_not_taken():
 
 def test_sizes_of_buffers():
     sizes = [copies._rounded(n) for n in (0, 1, 5000, 2**20, 2**20 + 1, 2**21 - 1)]
-    assert sizes == [4096, 4096, 5120, 2**20, 2**20 + 2**18, 2**21]
+    assert sizes == [4096, 4096, 5120, 2**20, 2**20 + 2**16, 2**21]
 
 
 def test_transports_without_gpus():
