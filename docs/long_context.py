@@ -17,10 +17,16 @@ STRONG_SCALING = {
     "long-context-strong-1m-2": "Strong scaling, 1,048,576 tokens, 16 heads",
     STRONG: "Strong scaling, 262,144 tokens, 16 heads",
 }
+# Records of later runs of the same sizes, on the GPUs on which they exist.
+LATER = {
+    WEAK: ("long-context-weak-128k-2-run-2", "long-context-weak-128k-2-run-3"),
+    "long-context-strong-1m-2": ("long-context-strong-1m-2-run-2",),
+    "long-context-strong-2m-16-4-heads-2": ("long-context-strong-2m-16-4-heads-2-run-2",),
+}
 MACHINE = "long-context-machine"
 AIMED = ("window", "butterfly")  # the masks of the aims
 EFFICIENCY, OVER_GATHER, MEMORY = 0.90, 1.3, 0.55
-LIMITED = "plan with limited memory"
+LIMITED, ALL_TO_ALLS = "plan with limited memory", "plan with all-to-alls"
 NVLINK = 450  # GB/s in each direction between two H100 or H200 of a host, as specified
 TEXT = """\
 [Context-parallel attention](design/context-parallel.md) on one and two GPUs of a host: head dim
@@ -33,13 +39,16 @@ ends after a given time, so it may have only some of the masks or of the impleme
 - **Efficiency** is the useful FLOP/s of a GPU over that of one GPU with the same plan.
 - **Over all-gather** is the time of the all-gather over that of the plan. *At most* is this ratio
   for a plan with efficiency 1.
+- **Over all-to-alls** is the time of the plan with all-to-alls of NCCL over that with copies
+  between the GPUs (`transport`). Where the cell is empty, only one of them was measured: copies
+  from commit 4ce1605 on, all-to-alls before.
 - **Exposed** is the time of both passes minus that of the same run without exchanges. **Local** is
   what else is lost against efficiency 1: copies that pack and add keys and gradients, and kernels
   with fewer blocks.
 - **Received** are megabytes of a GPU in the forward pass. They were counted, and equal those of
   the plan.
-- **Peak memory** is that of both passes without inputs, in MB. That of one GPU is proportional to
-  the number of tokens."""
+- **Peak memory** is that of both passes without inputs, with the buffers of copies, in MB. That of
+  one GPU is proportional to the number of tokens."""
 
 STRONG_TEXT = """\
 One sequence on one and on two GPUs, with the columns of weak scaling."""
@@ -53,13 +62,14 @@ Python in it."""
 def long_context(record: dict) -> str:
     """Aims, what holds and what does not, the time model, and a table for each record."""
     device = record["stem"].removeprefix(f"{WEAK}-")
-    found = {name: each for name in WEAK_SCALING if (each := load(name, device))}
+    found = {name: each for name in WEAK_SCALING if (each := runs(name, device))}
     parts = [aims(found)]
     if len(found) == len(WEAK_SCALING):
-        parts.append(reasons(record["rows"], found[GROUPED]["rows"]))
+        parts.append(reasons(found[WEAK]["rows"], found[GROUPED]["rows"]))
     parts += [model(found), fitted(load(MACHINE, device))]
     for name, each in found.items():
         parts += [f"**{WEAK_SCALING[name]}**", scaling(each["rows"]), limited(each["rows"])]
+        parts += each["others"]
         parts += [measured(each)] * (name != WEAK)  # the caller adds that of WEAK, the last
     title = f"Weak scaling on two GPUs, {record['environment']['device']}"
     parts.append(picture(record["stem"], title))
@@ -70,12 +80,31 @@ def strong(record: dict) -> str:
     """A table for each record of strong scaling."""
     device, parts = record["stem"].removeprefix(f"{STRONG}-"), []
     for name, title in STRONG_SCALING.items():
-        each = load(name, device)
+        each = runs(name, device)
         if each is not None:
             parts += [f"**{title}**", scaling(each["rows"]), limited(each["rows"])]
             parts += [FROM_IDLE] * ("exchanges" not in each)
+            parts += each["others"]
             parts += [measured(each)] * (name != STRONG)  # the caller adds that of STRONG
     return "\n\n".join(filter(None, parts))
+
+
+def runs(name: str, device: str) -> dict | None:
+    """A record with the masks of all runs of the same sizes; None if there is no run.
+
+    All rows of a mask are of one run, the first one that has the mask on one and on two GPUs.
+    `others` says where those of later runs are from.
+    """
+    record = load(name, device)
+    if record is None:
+        return None
+    rows, others = list(record["rows"]), []
+    for each in filter(None, (load(later, device) for later in LATER.get(name, ()))):
+        new = [mask for mask in patterns(each["rows"]) if mask not in patterns(rows)]
+        rows = [row for row in rows if row["pattern"] not in new]
+        rows += [row for row in each["rows"] if row["pattern"] in new]
+        others.append(f"{' and '.join(new)}: {measured(each)}")
+    return {**record, "rows": rows, "others": others}
 
 
 def row_of(rows: Rows, pattern: str, way: str, ranks: int) -> dict | None:
@@ -105,8 +134,14 @@ def patterns(rows: Rows) -> list[str]:
 def scaling(rows: Rows) -> str:
     """A line for each mask on two GPUs."""
     head = ["mask", "density s", "one GPU, ms", "two GPUs, ms", "efficiency", "exposed, ms"]
-    head += ["local, ms", "over all-gather", "at most", "over ring", "received, MB"]
-    head += ["by all-gather, MB", "peak memory, one GPU", "two GPUs", "two GPUs, all-gather"]
+    head += ["local, ms", "over all-gather", "at most", "over ring", "over all-to-alls"]
+    head += [
+        "received, MB",
+        "by all-gather, MB",
+        "peak memory, one GPU",
+        "two GPUs",
+        "two GPUs, all-gather",
+    ]
     lines = []
     for name in patterns(rows):
         one, two = (row_of(rows, name, "plan", n) for n in (1, 2))
@@ -114,7 +149,7 @@ def scaling(rows: Rows) -> str:
         exposed = two["exposed_total_ms"]
         best = share * two["total_ms"]
         ratios = [over(rows, name, "all-gather"), most_over(rows, name) if gather else None]
-        ratios.append(over(rows, name, "ring"))
+        ratios += [over(rows, name, "ring"), over(rows, name, ALL_TO_ALLS)]
         lines.append(
             [
                 *(name, f"{two['density']:.3g}", f"{one['total_ms']:.1f}"),
@@ -219,6 +254,9 @@ def reasons(rows: Rows, grouped: Rows) -> str:
             f"be {most_over(grouped, 'window'):.2f} times as fast, and {OVER_GATHER} cannot be "
             "reached at this size. This bound is (compute + gather) / compute, for every mask."
         )
+    ratios, rings = [over(rows, each, "ring") for each in (random, "top-k")], ""
+    if None not in ratios:
+        rings = f" The ring takes {ratios[0]:.2f} and {ratios[1]:.2f} times as long."
     parts = [
         f"**Window.** With 16 key heads a GPU receives {window['counted_mb']:.0f} MB instead of "
         f"{window['gathered_mb']:,.0f} while it computes. "
@@ -238,8 +276,7 @@ def reasons(rows: Rows, grouped: Rows) -> str:
         f"{drawn['counted_mb']:,.0f} MB, as an all-gather does, so a plan can only hide the "
         f"exchange: {drawn['exposed_total_ms']:.1f} and {chosen['exposed_total_ms']:.1f} ms are "
         f"exposed, and the efficiencies are {efficiency(rows, random):.2f} and "
-        f"{efficiency(rows, 'top-k'):.2f}. The ring takes {over(rows, random, 'ring'):.2f} and "
-        f"{over(rows, 'top-k', 'ring'):.2f} times as long.",
+        f"{efficiency(rows, 'top-k'):.2f}.{rings}",
         f"**Memory.** A GPU of two needs {own:,.0f} MB for the window, and {fetched:,.0f} for the "
         f"butterfly: also keys, values and gradients that are sent and received. One GPU with "
         f"half of the sequence needs {alone['peak_bytes'] / 1e6:,.0f}.",

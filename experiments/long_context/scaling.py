@@ -71,6 +71,10 @@ def main(
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Start no case after this many seconds.")] = 480.0,
+    run: Annotated[
+        int,
+        typer.Option(min=1, help="Number of this run, if several measure some of the masks each."),
+    ] = 1,
     output: Output = RESULTS,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Allow to replace records.")
@@ -94,7 +98,7 @@ def main(
     rank = int(os.environ.get("RANK", "0"))
     if dry_run and rank > 0:
         return
-    counts = [n for n in (2**i for i in range(12)) if n <= count]
+    counts = sorted({*(n for n in (2**i for i in range(12)) if n <= count), count})
     length = tokens or (TOKENS_A_RANK if kind is Kind.WEAK else TOKENS)
     with usage_errors():
         rates = Machine() if machine is None else Machine.load(machine)
@@ -109,6 +113,7 @@ def main(
     log = None
     if rank == 0:
         name = "-".join(["long-context", kind, *_choices(tokens, heads, kv_heads), f"{count}"])
+        name += f"-run-{run}" if run > 1 else ""
         name += "-predicted" if dry_run else ""
         facts = {"machine": asdict(rates), "predicted": [asdict(each) for each in said]}
         facts |= {"window": window, "torchrun": count, "kind": kind}

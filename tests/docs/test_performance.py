@@ -1,7 +1,9 @@
 """The page of measurements and the README show the records of every device."""
 
+import copy
 import importlib.util
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -311,3 +313,39 @@ def test_the_profile_of_a_model_has_its_time_and_memory(performance, tmp_path):
     page = performance.page()
     assert "\n## Profile of a model\n" in page
     assert "| 32 | 32 on 8 | 32,768 | 8 | yes | 12.3 | 7.1 | 0.0451 | 35.2 | 68.7 |" in page
+
+
+def test_the_masks_of_a_later_run_are_its_own(performance, tmp_path):
+    """A mask of both runs is of the first one, and the page says where the others are from."""
+    name = "long-context-weak-128k-2"
+
+    def without_window(record):
+        record["rows"] = [row for row in record["rows"] if row["pattern"] != "window"]
+
+    def slower(record):
+        record["rows"] = [
+            row | {"total_ms": 2 * row["total_ms"]}
+            for row in record["rows"]
+            if row["pattern"] in ("window", "butterfly")
+        ]
+        record["environment"]["command"] = "the later run"
+
+    whole = of_two_gpus(tmp_path, name)
+    before = performance.page()
+    of_two_gpus(tmp_path, name, without_window)
+    for path in tmp_path.glob(f"{name}-nvidia-*.json"):
+        later = copy.deepcopy(whole)
+        slower(later)
+        later["environment"]["device"] = json.loads(path.read_text())["environment"]["device"]
+        path.with_name(path.name.replace(name, f"{name}-run-2")).write_text(json.dumps(later))
+    after = performance.page()
+    (one,) = (
+        row["total_ms"]
+        for row in whole["rows"]
+        if (row["pattern"], row["implementation"], row["ranks"]) == ("window", "plan", 1)
+    )
+    density = next(row["density"] for row in whole["rows"] if row["pattern"] == "window")
+    assert before.count(f"| window | {density:.3g} | {one:.1f} | ") == 2
+    assert after.count(f"| window | {density:.3g} | {2 * one:.1f} | ") == 2
+    assert re.findall(r"\| butterfly \|.*", before) == re.findall(r"\| butterfly \|.*", after)
+    assert len(re.findall(r"^window: \*.*`the later run`", after, re.MULTILINE)) == 2

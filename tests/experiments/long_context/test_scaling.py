@@ -198,7 +198,8 @@ def test_what_does_not_fit_is_skipped():
     assert needed[2, Way.PLAN] < needed[2, Way.RING] < needed[2, Way.GATHER]
     assert needed[2, Way.PLAN] < 0.6 * needed[1, Way.PLAN]
     assert rows == ["row"]
-    assert set(skipped) == {Way.RING, Way.GATHER}
+    assert set(skipped) == {Way.RING, Way.GATHER, Way.COLLECTIVES}
+    assert skipped[Way.COLLECTIVES] == "without GPUs every plan exchanges by all-to-alls"
     assert skipped[Way.RING].startswith("needs about 0 of 0 GB")
 
 
