@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,16 @@ from experiments.packaged import without_projections
 from experiments.pattern_families import Problem
 from experiments.record import ANY_ORDER
 from masks import BlockMask, MaskBatch
-from masks.interop import to_block_lists, to_cudnn_blocks, to_cudnn_intervals, to_flex
+from masks.interop import (
+    to_block_lists,
+    to_cudnn_blocks,
+    to_cudnn_intervals,
+    to_flashinfer,
+    to_flex,
+)
 
 RECOMPILE_LIMIT = 64
+FLASHINFER_BYTES = 128 * 2**20  # of its workspace, as it recommends
 NO_EXTRAS = Extras()
 WITH_DROPOUT = (
     Baseline.SDPA,
@@ -285,6 +293,48 @@ def attend_cudnn_flex(problem: Problem, key_lengths: Tensor | None = None) -> At
     return attend
 
 
+def attend_flashinfer(problem: Problem) -> Attend:
+    """FlashInfer's block-sparse attention, which has no backward pass.
+
+    Its tensors are (tokens, heads, dim), here views of ours with the heads of all batch elements.
+    The first call makes its plan. A mask with partial blocks is given with its pairs.
+
+    Raises:
+        BaselineError: It is not installed, or its blocks cannot represent the mask.
+    """
+    with refusals("FlashInfer's block-sparse attention"):
+        from flashinfer import BlockSparseAttentionWrapper  # pyright: ignore
+
+        blocks, plans = to_flashinfer(problem.mask), {}
+
+    def planned(query: Tensor, key: Tensor) -> Any:
+        workspace = torch.empty(FLASHINFER_BYTES, dtype=torch.uint8, device=query.device)
+        plan = BlockSparseAttentionWrapper(workspace)
+        heads = (x.shape[0] * x.shape[1] for x in (query, key))
+        dtypes = {"q_data_type": query.dtype, "o_data_type": query.dtype}
+        lists = [x if isinstance(x, int) else x.to(query.device) for x in blocks[:-1]]
+        mask = None if blocks.mask is None else blocks.mask.to(query.device)
+        plan.plan(*lists, *heads, query.shape[-1], mask=mask, **dtypes)
+        return plan
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *tensors):
+            query, key, _ = tensors
+            with refusals("FlashInfer's block-sparse attention"):
+                if query.shape not in plans:
+                    plans[query.shape] = planned(query, key)
+                own = [x.permute(2, 0, 1, 3).flatten(1, 2) for x in tensors]
+                out = plans[query.shape].run(*own)
+            return out.unflatten(1, query.shape[:2]).permute(1, 2, 0, 3)
+
+        @staticmethod
+        def backward(ctx, grad_out):
+            raise NotImplementedError("FlashInfer's block-sparse attention has no backward pass")
+
+    return Attention.apply
+
+
 @contextmanager
 def refusals(library: str) -> Iterator[None]:
     """Turns errors of a library into a BaselineError of one line."""
@@ -357,4 +407,5 @@ def padded_flex_mask(problem: Problem, key_lengths: Tensor) -> flex.BlockMask:
 ON_INSTALLED: dict[Baseline, Callable[[Problem], Attend]] = {
     Baseline.FLASH4: attend_flash4,
     Baseline.CUDNN_BSA: attend_cudnn_bsa,
+    Baseline.FLASHINFER: attend_flashinfer,
 }

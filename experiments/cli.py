@@ -48,6 +48,7 @@ class Baseline(StrEnum):
     FLEX = "flex"  # FlexAttention, compiled
     CUDNN_BSA = "cudnn-bsa"  # cuDNN's block-sparse attention, where cudnn-frontend is installed
     CUDNN_FLEX = "cudnn-flex"  # cuDNN's attention of masks as intervals, too
+    FLASHINFER = "flashinfer"  # FlashInfer's block-sparse attention (forward), if installed
     STANDARD = "standard"  # materialised scores
     LINEAR = "linear"  # from here on approximate: see `experiments.attention` and `packaged`
     LINFORMER = "linformer"

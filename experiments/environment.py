@@ -15,7 +15,7 @@ import torch
 from experiments.cli import ROOT
 
 PACKAGES = (
-    *("torch", "triton", "numpy", "flash-attn-4", "nvidia-cudnn-frontend"),
+    *("torch", "triton", "numpy", "flash-attn-4", "nvidia-cudnn-frontend", "flashinfer-python"),
     *("transformers", "local-attention", "routing-transformer", "sinkhorn-transformer"),
 )
 

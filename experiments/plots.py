@@ -33,6 +33,7 @@ STYLES: dict[str, Any] = {
     "flash4": (0, (5, 1)),
     "cudnn-bsa": (0, (5, 1, 1, 1)),
     "cudnn-flex": (0, (1, 1)),
+    "flashinfer": (0, (3, 1)),
     "sdpa": "-.",
     "standard": (0, (3, 1, 1, 1, 1, 1)),
 }

@@ -21,6 +21,7 @@ BASELINE_NAMES = {
     "flex": "FlexAttention",
     "cudnn-bsa": "cuDNN block-sparse attention",
     "cudnn-flex": "cuDNN flex attention",
+    "flashinfer": "FlashInfer block-sparse attention",
     "standard": "standard attention",
     "sdpa": "SDPA (torch)",
     "linear": "Linear",

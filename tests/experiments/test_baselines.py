@@ -237,6 +237,39 @@ def test_cudnn_is_given_the_intervals_of_each_batch_element(monkeypatch):
         assert torch.equal(dense, mask.to_dense() & inside)
 
 
+@pytest.mark.parametrize("pattern", [masks.butterfly(), masks.local(70)], ids=["full", "partial"])
+def test_flashinfer_is_given_the_mask(pattern, monkeypatch):
+    """By a stand-in, whose heads are those of all batch elements."""
+
+    class Wrapper:
+        def __init__(self, workspace):
+            assert workspace.dtype == torch.uint8
+
+        def plan(self, *lists_and_sizes, mask, q_data_type, o_data_type):
+            *lists, heads, kv_heads, head_dim = lists_and_sizes
+            assert (heads, kv_heads, head_dim) == (8, 4, 16)
+            assert q_data_type == o_data_type == torch.float32
+            self.mask = interop.from_flashinfer(interop.FlashInferBlocks(*lists, mask))
+
+        def run(self, query, key, value):
+            assert (query.shape, key.shape) == ((256, 8, 16), (256, 4, 16))
+            own = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+            return sparseflash.attention(*own, self.mask)[0].transpose(0, 1)
+
+    package = ModuleType("flashinfer")
+    vars(package).update(BlockSparseAttentionWrapper=Wrapper)
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    problem = Problem("", pattern(256, 64))
+    inputs = [torch.randn(2, heads, 256, 16).requires_grad_() for heads in (4, 2, 2)]
+    sample = SampledRows.of(problem.mask, CPU)
+    attend = attend_baseline(Baseline.FLASHINFER, problem)
+    check(attend, inputs, sample, "flashinfer", backward=False)
+    with pytest.raises(NotImplementedError, match="has no backward pass"):
+        attend(*inputs).sum().backward()
+    with pytest.raises(BaselineError, match=r"FlashInfer.*lengths of whole blocks"):
+        attend_baseline(Baseline.FLASHINFER, PROBLEMS["local"])
+
+
 @pytest.mark.usefixtures("cudnn")
 def test_what_cudnn_refuses_is_said_on_one_line(inputs):
     with pytest.raises(BaselineError, match="block-sparse attention: mask must have no partial"):

@@ -61,7 +61,7 @@ def test_every_suite_measures_ours_first_and_no_case_twice(suite):
 
 
 DENSE = {"flash", "cudnn", "flash4", "flex"}
-OF_BLOCKS = {"flash4", "flex", "cudnn-bsa", "cudnn-flex"}
+OF_BLOCKS = {"flash4", "flex", "cudnn-bsa", "cudnn-flex", "flashinfer"}
 
 
 @pytest.mark.usefixtures("on_the_cpu")
