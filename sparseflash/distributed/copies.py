@@ -69,6 +69,20 @@ class Buffer:
         return self.of_ranks[0].nbytes
 
 
+@dataclass(eq=False)
+class Launched:
+    """Copies of one exchange.
+
+    Attributes:
+        pairs: (to, from) of each copy. They are referred to until the current stream waits: if an
+            error ends the pass before, their memory must not be used again yet.
+        end: When they have ended; None without a GPU.
+    """
+
+    pairs: list[tuple[Tensor, Tensor]]
+    end: torch.Event | None
+
+
 class SharedMemory:
     """The buffers of a group on one stream of a device, and the stream of its copies."""
 
@@ -76,7 +90,7 @@ class SharedMemory:
         self.device, self.rank = device, group.rank()
         self._buffers: list[Buffer] = []
         self._barriers = 0
-        self._copied: list[tuple[Tensor, Tensor]] = []  # until the current stream waits
+        self._launched: list[Launched] = []
         self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -112,24 +126,32 @@ class SharedMemory:
         cast(dist.Work, work).wait()
         self._barriers += 1
 
-    def copy(self, pairs: Callable[[], list[tuple[Tensor, Tensor]]]) -> None:
+    def copy(self, pairs: Callable[[], list[tuple[Tensor, Tensor]]]) -> Launched:
         """Copies (to, from) beside the current stream, after what that has launched."""
         if self._copying is None:
             context = nullcontext()
         else:
             self._copying.wait_stream(torch.cuda.current_stream(self.device))
             context = torch.cuda.stream(self._copying)
+        launched = Launched([], None)
+        self._launched.append(launched)
         with context:
             for target, source in pairs():
+                launched.pairs.append((target, source))
                 target.copy_(source, non_blocking=True)
-                # If an error ends the pass before `wait`, the memory must not be used again yet.
-                self._copied.append((target, source))
-
-    def wait(self) -> None:
-        """The current stream waits for all copies of this rank."""
         if self._copying is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._copying)
-        self._copied.clear()
+            launched.end = self._copying.record_event()
+        return launched
+
+    def wait(self, launched: Launched) -> None:
+        """The current stream waits for these copies, which follow those that began earlier.
+
+        It does not wait for later ones: those of the next heads run beside attention.
+        """
+        if launched.end is not None:
+            torch.cuda.current_stream(self.device).wait_event(launched.end)
+        if launched in self._launched:  # else later ones have already been waited for
+            del self._launched[: self._launched.index(launched) + 1]
 
     @property
     def nbytes(self) -> int:
@@ -211,13 +233,13 @@ class _Pulled(_Copied):
                 found.append((parts[sender], self._part(sender, first, count)))
             return found
 
-        self._memory.copy(pairs)
+        self._launched = self._memory.copy(pairs)
 
     def wait(self) -> Tensor:
-        self._memory.wait()
+        self._memory.wait(self._launched)
         self._memory.release(self._buffer)
         received = self._received
-        del self.rows, self._received, self._buffer
+        del self.rows, self._received, self._buffer, self._launched
         return received
 
     def release(self) -> None:
@@ -247,13 +269,13 @@ class _Pushed(_Copied):
                 found.append((self._part(receiver, first, count), parts[receiver]))
             return found
 
-        self._memory.copy(pairs)
+        self._launched = self._memory.copy(pairs)
 
     def wait(self) -> Tensor:
-        self._memory.wait()
+        self._memory.wait(self._launched)
         with explain_errors(self._what):
             self._memory.barrier(self._group)
-        del self.rows
+        del self.rows, self._launched
         return self._part(self._splits.rank, 0, sum(self._splits.receive))
 
     def release(self) -> None:
@@ -331,7 +353,6 @@ def drop_buffers(group: ProcessGroup) -> None:
     """Frees the buffers of a group; all ranks must call it. It waits for the device."""
     of_streams = _MEMORIES.pop(group, {})
     for memory in of_streams.values():
-        memory.wait()
         if memory.device.type == "cuda":
             torch.cuda.synchronize(memory.device)
     if of_streams:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sparseflash.distributed import copies, prepare
-from sparseflash.distributed.copies import Copies, SharedMemory
+from sparseflash.distributed.copies import Copies, Launched, SharedMemory
 from sparseflash.distributed.exchange import Collectives, Transport
 
 LATE = 0.01  # seconds by which the copies of every second rank begin later
@@ -29,9 +29,9 @@ class FileMemory(SharedMemory):
                 each.of_ranks[self.rank].fill_(255)
         dist.barrier(group)  # a rank that is ahead must not have written to them
 
-    def copy(self, pairs: Callable[[], list[tuple[Tensor, Tensor]]]) -> None:
+    def copy(self, pairs: Callable[[], list[tuple[Tensor, Tensor]]]) -> Launched:
         time.sleep(LATE * (self.rank % 2))
-        super().copy(pairs)
+        return super().copy(pairs)
 
     def _allocated(self, group: ProcessGroup, nbytes: int) -> list[Tensor]:
         folder: list[Any] = [tempfile.mkdtemp() if self.rank == 0 else None]

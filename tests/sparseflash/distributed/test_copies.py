@@ -313,8 +313,24 @@ def test_what_is_copied_is_kept_until_the_copies_are_waited_for():
     memory.copy(pairs.copy)
     pairs.clear()
     assert not any(each() for each in freed)
-    memory.wait()
+    later = memory.copy(list)
+    memory.wait(later)
     assert all(each() for each in freed)
+
+
+def test_an_exchange_does_not_wait_for_copies_of_later_ones(monkeypatch):
+    """Groups of heads are fetched one after another, each while the one before is computed."""
+    current, copying = mock.Mock(), mock.Mock()
+    copying.record_event.side_effect = ["first", "second"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    memory = SharedMemory(ONE_RANK, torch.device("cpu"))
+    memory._copying = copying
+    first, second = memory.copy(list), memory.copy(list)
+    for each in (second, first):
+        memory.wait(each)
+    assert current.mock_calls == [mock.call.wait_event("second"), mock.call.wait_event("first")]
+    assert copying.wait_stream.mock_calls == 2 * [mock.call(current)]
 
 
 def test_a_buffer_is_allocated_again_if_the_caching_allocator_held_all_memory(monkeypatch):
