@@ -1,10 +1,10 @@
 """Table 4 on docs/paper.md: language models with longer contexts."""
 
-import json
 import re
 
-from records import NOTHING, ROOT, latest, measured, newest, paragraphs, picture, ratio
+from records import NOTHING, ROOT, latest, load_each, measured, paragraphs, picture, ratio
 
+from experiments.files import shared
 from experiments.language_model.results import bits_at, common_seconds, contexts_of
 from experiments.markdown import table
 
@@ -18,16 +18,18 @@ TIMES = (1 / 4, 1 / 2, 1)  # of the time after which the first run of a record e
 
 
 def language_model(name: str) -> str:
-    """Bits per byte and throughput of each run, compared with the dense run of its context."""
-    path = newest(name)
-    if path is None:
+    """Bits per byte and throughput of each run, compared with the dense run of its context.
+
+    Runs of several GPUs are in one table. Their bits per byte are compared, but throughputs and
+    times only on one GPU.
+    """
+    records = load_each(name)
+    if not records:
         return ""
-    record = json.loads(path.read_text())
-    runs = record["runs"].values()
-    dense = {run["model"]["context"]: run for run in runs if is_dense(run)}
+    runs, several = together(records), len(records) > 1
     lines = []
-    for label, run in record["runs"].items():
-        other = dense.get(run["model"]["context"])
+    for label, run in runs.items():
+        other = dense_like(run, runs)
         loss, speed = run["bits_per_byte"], run["bytes_per_second"]
         lines.append(
             [
@@ -41,20 +43,44 @@ def language_model(name: str) -> str:
                 NOTHING
                 if other is None
                 else f"{100 * (loss / other['bits_per_byte'] - 1):+.2f} %",
+                *[device_of(run)] * several,
                 f"{speed:,.0f}",
-                NOTHING if other is None else ratio(speed, other["bytes_per_second"]),
+                NOTHING
+                if other is None or device_of(other) != device_of(run)
+                else ratio(speed, other["bytes_per_second"]),
             ]
         )
     head = ["run", "context, tokens", "parameters", "attention", "training data, MB"]
     head += ["bits per byte", "bits per byte, last positions", "bits per byte against dense"]
-    head += ["bytes/s", "speed-up over dense"]
-    first = next(iter(runs))
-    shown = picture(path.stem, "Bits per byte over bytes read, over time, and by position")
-    source = f"Record `experiments/results/{path.name}`."
-    parts = [f"**{record['name']}**", table(head, lines), contexts(record["runs"])]
-    parts += [patterns(record["runs"], dense), at_equal_time(record["runs"])]
-    parts += [not_trained(name, record["runs"])]
-    parts += [shown, f"{source} {measured(first)}"]
+    head += [*["device"] * several, "bytes/s", "speed-up over dense"]
+    parts = [f"**{records[0]['name']}**", table(head, lines), contexts(runs), patterns(runs)]
+    parts += [at_equal_time(each["runs"], each["device"] * several) for each in records]
+    parts += [not_trained(name, runs)]
+    return paragraphs([*parts, *map(of_record, records)])
+
+
+def together(records: list[dict]) -> dict[str, dict]:
+    """The runs of the records of several GPUs, by name; a second one has its GPU in its name.
+
+    Raises:
+        ValueError: They were not trained with the same data, or not with as much.
+    """
+    runs = {}
+    for record in records:
+        for label, run in record["runs"].items():
+            runs[f"{label}, {record['device']}" if label in runs else label] = run
+    amounts = (
+        f"{run['data']}, {run['trained'] * run['step_bytes']:.0f} bytes" for run in runs.values()
+    )
+    shared(f"training data in {records[0]['name']}", amounts)
+    return runs
+
+
+def of_record(record: dict) -> str:
+    """The picture and the source of a record."""
+    shown = picture(record["stem"], "Bits per byte over bytes read, over time, and by position")
+    first = next(iter(record["runs"].values()))
+    parts = [shown, f"Record `experiments/results/{record['stem']}.json`. {measured(first)}"]
     changed = [name for name, run in record["runs"].items() if run["environment"]["git"]["dirty"]]
     if changed and not first["environment"]["git"]["dirty"]:
         parts.append(f"These runs ended in a checkout with local changes: {', '.join(changed)}.")
@@ -100,6 +126,17 @@ def is_dense(run: dict) -> bool:
     return set(run["model"]["attention"]) <= {"flash", "sdpa"}
 
 
+def device_of(run: dict) -> str:
+    return run["environment"]["device"]
+
+
+def dense_like(run: dict, runs: dict[str, dict]) -> dict | None:
+    """The dense run with the same context, of the same GPU if there is one; or None."""
+    context = run["model"]["context"]
+    found = [own for own in runs.values() if is_dense(own) and own["model"]["context"] == context]
+    return max(found, key=lambda own: device_of(own) == device_of(run), default=None)
+
+
 def contexts(runs: dict[str, dict]) -> str:
     """Bits per byte of longer contexts, and at positions that every run has."""
     (name, first), *others = runs.items()
@@ -114,6 +151,8 @@ def contexts(runs: dict[str, dict]) -> str:
     found = [f"{n} {bits:.3f}" for n, _, bits in at if bits is not None]
     if all(run["bits_per_byte"] >= loss for _, run in longer):
         text += " None of these longer contexts is better after this much training."
+    if all(run["bits_per_byte"] < loss for _, run in longer):
+        text += " Each of these longer contexts is better after as much training."
     where = f"at positions {size // 2:,} to {size:,}"
     return f"{text} Bits per byte {where}, which every run has: {', '.join(found)}."
 
@@ -124,21 +163,27 @@ def at_position(run: dict, end: int) -> float | None:
     return run["curve"][-1]["by_position"][ends.index(end)] if end in ends else None
 
 
-def patterns(runs: dict[str, dict], dense: dict[int, dict]) -> str:
+def patterns(runs: dict[str, dict]) -> str:
     """Loss and throughput of patterns, compared with dense attention with the same context."""
     told = []
     for name, run in runs.items():
-        other = dense.get(run["model"]["context"])
+        other = dense_like(run, runs)
         if other is None or is_dense(run):
             continue
         change = 100 * (run["bits_per_byte"] / other["bits_per_byte"] - 1)
-        times = ratio(run["bytes_per_second"], other["bytes_per_second"])
-        told.append(f"{name} {change:+.1f} % bits per byte and {times} times the throughput")
+        text = f"{name} {change:+.1f} % bits per byte"
+        if device_of(other) == device_of(run):
+            times = ratio(run["bytes_per_second"], other["bytes_per_second"])
+            text += f" and {times} times the throughput"
+        told.append(text)
     return f"Against dense attention with the same context: {'; '.join(told)}." if told else ""
 
 
-def at_equal_time(runs: dict[str, dict]) -> str:
-    """Bits per byte of runs after the same times of training."""
+def at_equal_time(runs: dict[str, dict], device: str = "") -> str:
+    """Bits per byte of runs of one GPU, whose name may be shown, after the same times of training.
+
+    Empty if there is no time after which all have been measured.
+    """
     last = common_seconds(runs.values())
     if last is None or len(runs) == 1:
         return ""
@@ -150,6 +195,7 @@ def at_equal_time(runs: dict[str, dict]) -> str:
         end = bits[-1]
         change = f"{100 * (end / first - 1):+.1f} %" if end and first else NOTHING
         lines.append([name, *(f"{b:.4f}" if b else NOTHING for b in bits), change])
-    title = "**Bits per byte after equal times of training**"
+    on = f", {device}" * bool(device)
+    title = f"**Bits per byte after equal times of training{on}**"
     head = ["run", *(f"{seconds:.3g} s" for seconds in times)]
     return paragraphs([title, table([*head, f"against {next(iter(runs))}"], lines)])

@@ -4,8 +4,8 @@
 
 A table is between `<!-- name -->` and `<!-- /name -->`. In place of a table without a record, the
 page names the command that makes one. Of the records of several GPUs the latest is shown, of
-training steps the record of each GPU. With `--check` nothing is written: the command prints
-whether the page is current.
+training steps and language models the record of each GPU. With `--check` nothing is written: the
+command prints whether the page is current.
 """
 
 import sys

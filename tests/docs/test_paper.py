@@ -230,6 +230,41 @@ def test_table_4(paper, tmp_path):
     assert "Bits per byte against" not in shown
 
 
+def test_runs_of_table_4_on_two_gpus_are_compared_by_bits_per_byte_alone(paper, tmp_path):
+    name, trained = "language-model-25m-contexts", {}
+    for gpu, label, attention, bits, speed in (
+        ("H200", "dense", "flash", 2.0, 1e6),
+        ("H200", "narrow", "local(4)", 2.2, 4e6),
+        ("H100", "sparse", "local(8)", 2.1, 3e6),
+    ):
+        folder = write_run(tmp_path / gpu / label, bits, speed)
+        run = json.loads((folder / "result.json").read_text())
+        run["model"]["attention"] = [attention]
+        write_json(folder / "result.json", run | {"environment": FACTS | {"device": gpu}})
+        trained.setdefault(gpu, []).append(folder)
+    paths = {gpu: tmp_path / f"{name}-nvidia-{gpu.lower()}.json" for gpu in trained}
+    for gpu, path in paths.items():
+        write_json(path, record_of("25m-contexts", trained[gpu]))
+    shown = paper.TABLES["language-models"]()
+    first, *equal_times = shown.split("**Bits per byte after equal times of training, ")
+    assert row(first, "sparse")[5:] == ["2.1000", "+5.00 %", "H100", "3,000,000", "–"]
+    assert row(first, "narrow")[5:] == ["2.2000", "+10.00 %", "H200", "4,000,000", "4.00"]
+    told = (
+        "narrow +10.0 % bits per byte and 4.00 times the throughput; sparse +5.0 % bits per byte."
+    )
+    assert told in first
+    assert [text.partition("**")[0] for text in equal_times] == ["H200"]  # H100 has one run
+    assert "| sparse |" not in equal_times[0]
+    for path in paths.values():
+        assert f"`experiments/results/{path.name}`" in shown
+    # A run that was cut off has read fewer bytes.
+    record = json.loads(paths["H100"].read_text())
+    record["runs"]["sparse"]["trained"] -= 10
+    write_json(paths["H100"], record)
+    with pytest.raises(ValueError, match="must have one training data in 25m-contexts"):
+        paper.TABLES["language-models"]()
+
+
 def test_table_4_says_which_runs_of_its_script_are_not_trained(paper, tmp_path):
     not_trained = sys.modules["language_models"].not_trained
     shown = not_trained("language-model-25m-warm-up", {"dense-1k": {}, "heads-16k": {}})
@@ -283,6 +318,7 @@ def test_a_longer_context_is_compared_where_both_have_as_many_bytes(paper, tmp_p
     shown = sys.modules["language_models"].contexts({"dense-1k": short, "dense-4k": long})
     assert f"Bits per byte against dense-1k: dense-4k {100 * (bits / 2 - 1):+.1f} %." in shown
     assert ("None of these longer contexts is better" in shown) == (not pays)
+    assert ("Each of these longer contexts is better" in shown) == pays
     assert "at positions 512 to 1,024" in shown
     assert f"dense-1k 2.000, dense-4k {bits:.3f}." in shown
 

@@ -9,6 +9,7 @@ import pytest
 
 from experiments import long_documents
 from experiments.cli import SHIPPED
+from experiments.language_model.results import bits_at, common_seconds
 from experiments.long_documents.results import RANDOM, span, start_of
 from experiments.lra import page
 from experiments.pretraining import exact_pairs, largest_difference
@@ -112,6 +113,64 @@ def test_routing_attention_over_lengths():
         f"tokens and {both[16_384]:.1f} ms at 16,384"
     )
     assert told in words(PAPER)
+
+
+def test_language_models_with_longer_contexts():
+    text = words(PAPER)
+    before, own, other = (
+        read(f"language-model-25m-{name}", device)["runs"]
+        for name, device in (
+            ("contexts", "nvidia-h200"),
+            ("warm-up", "nvidia-h200"),
+            ("warm-up", H100),
+        )
+    )
+    runs = own | other
+    bits = {name: run["bits_per_byte"] for name, run in runs.items()}
+
+    def over(name: str, dense: str) -> float:
+        """Percent of the bits per byte of another run."""
+        return 100 * (bits[name] / bits[dense] - 1)
+
+    def megabytes(runs: dict) -> set[int]:
+        return {round(run["trained"] * run["step_bytes"] / 1e6) for run in runs.values()}
+
+    assert (megabytes(before), megabytes(runs)) == ({197}, {498})
+    assert {run["trained"] for run in runs.values()} == {3800}
+    short = before["dense-1k"]["bits_per_byte"]
+    assert all(run["bits_per_byte"] >= short for run in before.values())
+    assert "after 197 MB and without warm-up 16K tokens of context are worse than 1K" in text
+    dense, wide = (-over(f"{name}-16k", "dense-1k") for name in ("dense", "wide"))
+    told = f"by {dense:.1f} % with dense attention and by {wide:.1f} % with a wide pattern"
+    assert f"with warm-up they are better after as many bytes, {told}" in text
+    at = {name: at_1k(run) for name, run in runs.items()}
+    assert min(at, key=lambda name: at[name]) == "dense-1k"
+    assert "at positions 512 to 1,024 the runs with 16K are not better" in text
+    speeds = (runs[name]["bytes_per_second"] for name in ("wide-16k", "dense-16k"))
+    wide, narrow = (over(f"{name}-16k", "dense-16k") for name in ("wide", "narrow"))
+    times = next(speeds) / next(speeds)
+    told = f"The wide pattern is {wide:.1f} % above dense attention with 16K, at {times:.2f} times"
+    assert told in text
+    last = common_seconds(other.values())
+    assert last is not None
+    late = {name: bits_at(other[f"{name}-16k"], last) or 0.0 for name in ("wide", "dense")}
+    below = 100 * (1 - late["wide"] / late["dense"])
+    assert f"its throughput; after equal times it is {below:.1f} % below" in text
+    assert f"The narrow pattern is {narrow:.1f} % above it" in text
+    assert bits["narrow-16k"] < bits["narrow-64k"] < bits["dense-1k"]
+    equal = [runs[name] for name in ("dense-1k", "dense-16k", "wide-16k")]
+    assert runs["wide-16k"]["short_steps"] == runs["dense-16k"]["short_steps"] == 2280
+    assert {run["short_context"] for run in equal[1:]} == {equal[0]["model"]["context"]} == {1024}
+    assert runs["wide-16k"]["model"]["attention"][0].startswith("local(2048)")
+    at = [p["bits_per_byte"] for run in equal for p in run["curve"] if p["step"] == 2000]
+    apart = 100 * (max(at) / min(at) - 1)
+    assert f"bits per byte at step 2,000 that are {apart:.1f} % apart" in text
+    assert wide < apart
+
+
+def at_1k(run: dict) -> float:
+    """Bits per byte at positions 512 to 1,024."""
+    return run["curve"][-1]["by_position"][run["positions"][1:].index(1024)]
 
 
 def learns_books(groups: dict, floors: dict) -> bool:
