@@ -30,7 +30,7 @@ SWEPT = ("listops", "text", "image", "pathfinder")  # tasks of runs/attentions.s
 # Columns of the measurement on real batches, by the clock of its steps.
 REAL_CLOCKS = {"graph": "on real batches", "events": "on real batches, called from Python"}
 SPEED_HEAD = ("attention", "ListOps", "Text", "Retrieval", "Image", "Pathfinder")
-SUPPLEMENTS = {"arena": ("reformer",)}  # speed tables of further attentions
+SUPPLEMENTS = {"arena": ("reformer", "smyrf")}  # speed tables of further attentions
 
 
 @dataclass(frozen=True)

@@ -6,3 +6,4 @@ python -m experiments.lra.speed
 python -m experiments.lra.speed --name path --tasks path-x,path-256
 python -m experiments.lra.speed --name compiled --compiled --tasks image,listops,text \
   --only standard --only flash --only 'butterfly(2)'
+python -m experiments.lra.speed --name smyrf --only standard --only smyrf

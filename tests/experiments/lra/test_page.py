@@ -85,6 +85,15 @@ def test_records_of_other_gpus_are_shown_and_the_h200_is_preferred(records):
     assert row(page.comparison(), "**block-sparse")[5] == "80.00"
 
 
+def test_attentions_with_a_record_of_their_own_have_a_speed_up(records):
+    for name, label, ratio in (("arena", "flash", 4.0), ("smyrf", "smyrf", 2.5)):
+        found = {"geometric_mean_speedup": {"graph": {"standard": 1.0, label: ratio}}}
+        (records / f"lra-{name}-nvidia-h200.json").write_text(json.dumps(found))
+    assert row(page.comparison(), "dense flash |")[-2] == "4.00 (2.4)"
+    assert row(page.comparison(), "SMYRF")[-2] == "2.50 (1.7)"
+    assert row(page.comparison(), "Reformer")[-2] == "– (1.3)"
+
+
 def test_published_figures_are_complete():
     for found in page.ROWS:
         assert len(found.published) == len(page.COLUMNS), found.name
