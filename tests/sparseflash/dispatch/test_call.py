@@ -374,6 +374,7 @@ def fast_without_sums(monkeypatch):
     assert len(sums) == 3
     own = (named("fast", cpu.extras - sums), named("complete", cpu.extras))
     monkeypatch.setattr(backends, "BACKENDS", own)
+    monkeypatch.setattr("sparseflash._explain.SECONDS", 0.0)
     _compiled.cache_clear()
     yield ran
     _compiled.cache_clear()
@@ -410,6 +411,7 @@ def test_a_faster_backend_computes_all_but_sums_of_ds_if_it_lacks_these_alone(
     shown = "by the backend complete" if two else None
     assert explained.configuration.get("gradients of bias and score tensors") == shown
     assert backend not in explained.why_not
+    assert sparseflash.explain(*tensors, mask, **options, measure=True).measured is not None
     if extra:
         fast_without_sums.clear()
         out = sparseflash.attention(*(x.detach() for x in tensors), mask, **options)

@@ -1,12 +1,14 @@
 """Which first calls compile kernels."""
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import masks
-from sparseflash.backends import hopper
+from sparseflash.backends import hopper, triton
 from sparseflash.backends.hopper import configs, launch, select
 from sparseflash.dispatch import compile as compilation
 from sparseflash.dispatch.call import Call
@@ -26,11 +28,13 @@ def compiled(monkeypatch):
     return calls
 
 
-def call_first(mask):
+def call_first(mask, of_sums=None):
     tensors = [torch.empty(1, 2, length, 64, dtype=torch.float16) for length in mask.seq_len]
-    spec = spec_of(*tensors, mask)
-    call = Call(make_plan(spec, hopper, hopper, mask))
-    compilation.compile_before_first_call(call, (*tensors, tensors[1]), NEEDS)
+    facts = {} if of_sums is None else {"bias": True, "differentiates_bias": True}
+    spec = spec_of(*tensors, mask, **facts)
+    call = Call(make_plan(spec, hopper, of_sums, mask))
+    needs = NEEDS if of_sums is None else (*NEEDS[:3], True, *NEEDS[4:])
+    compilation.compile_before_first_call(call, (*tensors, tensors[1]), needs)
     return call.plan
 
 
@@ -53,6 +57,26 @@ def test_forward_kernels_of_a_table_of_their_own_are_compiled(compiled, monkeypa
     assert len(compiled) == 3
 
 
+def test_kernels_of_sums_of_another_backend_are_compiled(compiled):
+    """Their table has the blocks of the mask, in which nothing is partial if it is of blocks."""
+    of_blocks = masks.causal() & masks.block_pattern(lambda q, k: q > k)
+    plans = [call_first(pattern(384, 16), triton) for pattern in (masks.causal(), of_blocks)]
+    assert [plan.table.by_query.has_partial for plan in plans] == [True, True]
+    assert [plan.sums.table.by_query.has_partial for plan in plans] == [True, False]
+    assert len(compiled) == 2
+    launched = []
+    fields = vars(hopper) | {
+        "forward": lambda call, query, key, value: (query, query[..., 0]),
+        "backward": lambda *_: (None,) * 6,
+    }
+    of_sums = vars(triton) | {"backward": lambda call, *_: launched.append(call) or (None,) * 6}
+    for call, tensors, needs in compiled:
+        sums = replace(call.plan.sums, backend=SimpleNamespace(**of_sums))
+        plan = replace(call.plan, backend=SimpleNamespace(**fields), forward=None, sums=sums)
+        compilation._pass_through(replace(call, plan=plan), tensors, needs)
+        assert launched[-1].plan.cache is not sums.cache  # a launch that only compiles is not kept
+
+
 def test_kernels_of_dk_and_dv_are_compiled_where_queries_are_clipped(compiled, monkeypatch):
     monkeypatch.setattr(configs, "MIN_DYNAMIC_IMBALANCE", math.inf)
     first_rows = masks.full() - masks.block_pattern(lambda q, k: q == 2)
@@ -73,7 +97,7 @@ def test_calls_of_other_masks_need_every_kernel_that_a_mask_decides(pattern, det
     mask = pattern(4096, 128)
     query = torch.empty(1, 2, 4096, 64, dtype=torch.float16)
     spec = spec_of(query, query, mask, deterministic=deterministic)
-    call = Call(make_plan(spec, hopper, hopper, mask))
+    call = Call(make_plan(spec, hopper, None, mask))
     found = set()
     for other in compilation._calls_of_other_masks(call):
         table = other.table

@@ -163,7 +163,7 @@ def test_describes_the_tables_of_the_call_whatever_would_be_chosen_now(monkeypat
     for limit, later, tiles in ((math.inf, 0.0, "(192, 128)"), (0.0, math.inf, None)):
         monkeypatch.setattr(configs, "MAX_TIME_RATIO_OF_192", limit)
         mask = masks.full()(384)
-        call = Call(make_plan(spec_of(query, query, mask), hopper, hopper, mask))
+        call = Call(make_plan(spec_of(query, query, mask), hopper, None, mask))
         monkeypatch.setattr(configs, "MAX_TIME_RATIO_OF_192", later)
         notes = hopper.describe(call, mask, query, query, query)
         assert notes.get("tiles of the forward pass") == tiles
@@ -263,7 +263,7 @@ def test_coverage_of_higher_tiles_is_not_computed_where_the_last_wave_rules_them
 
 def test_an_empty_batch_with_a_full_mask_has_a_plan():
     spec = spec_like(batch=0, device=torch.device("cpu"))
-    plan = make_plan(spec, hopper, hopper, MASK)
+    plan = make_plan(spec, hopper, None, MASK)
     assert (plan.table.block_size, plan.forward) == ((128, 128), None)
 
 
