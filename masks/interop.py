@@ -274,7 +274,7 @@ def to_cudnn_intervals(mask: BlockMask | MaskBatch, batch: int = 1) -> Tensor:
         if batch > 1:
             raise ValueError(f"batch must be 1 for a MaskBatch, got {batch}")
     else:
-        check_block_mask(mask)
+        check_block_mask(mask, "a BlockMask or a MaskBatch")
         each = [mask]
     q_len, k_len = mask.seq_len
     rows = max(1, STRIP // k_len)

@@ -212,12 +212,15 @@ _HINTS = {
 }
 
 
-def check_block_mask(mask: Any) -> None:
-    """Raises TypeError for other types than BlockMask, with a hint how to convert them."""
+def check_block_mask(mask: Any, allowed: str = "a BlockMask") -> None:
+    """Raises TypeError for other types than BlockMask, with a hint how to convert them.
+
+    allowed: what the error says is allowed, where the caller accepts another type, too
+    """
     if not isinstance(mask, BlockMask):
         kind = type(mask).__name__
         hint = f"; {_HINTS[kind]}" if kind in _HINTS else ""
-        raise TypeError(f"mask must be a BlockMask, got {kind}{hint}")
+        raise TypeError(f"mask must be {allowed}, got {kind}{hint}")
 
 
 CompiledMask = BlockMask | MaskBatch | DynamicMask  # all that has a lookup table

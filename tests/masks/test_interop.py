@@ -230,7 +230,8 @@ def test_cudnn_intervals_of_each_batch_element():
         assert interop.from_cudnn_intervals(own, 70, 16) == batch[b]
     with pytest.raises(ValueError, match="batch must be 1 for a MaskBatch, got 2"):
         interop.to_cudnn_intervals(batch, 2)
-    with pytest.raises(TypeError, match=r"got Pattern; pass pattern\(seq_len\)"):
+    message = r"must be a BlockMask or a MaskBatch, got Pattern; pass pattern\(seq_len\)"
+    with pytest.raises(TypeError, match=message):
         interop.to_cudnn_intervals(masks.causal())  # pyright: ignore[reportArgumentType]
 
 
