@@ -175,7 +175,7 @@ def ratio(value: float, to: float | None, form: str = "{:.2f}") -> str:
 
 def milliseconds(value: float) -> str:
     """Three digits, with zeros at the end, or all digits before the point."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:#.3g}".rstrip(".")
 
 
 def time_of(row: dict) -> str:

@@ -396,6 +396,12 @@ def test_table_5_by_the_paper_s_method(paper, tmp_path):
     assert row(paper.overview(), "Table 5")[-1] == "1 of 6"
 
 
+def test_milliseconds_have_three_digits_or_all_before_the_point(paper):
+    milliseconds = sys.modules["records"].milliseconds
+    shown = {0.0341: "0.0341", 6.0: "6.00", 271.4: "271", 999.4: "999", 999.7: "1,000"}
+    assert {value: milliseconds(value) for value in shown} == shown
+
+
 def test_a_page_without_marks_is_an_error(paper):
     with pytest.raises(ValueError, match="the page needs <!-- overview -->"):
         paper.written("no marks", paper.TABLES)
