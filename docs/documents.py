@@ -6,7 +6,13 @@ from statistics import fmean
 
 from records import NOTHING, measured, newest, paragraphs, picture, read
 
-from experiments.long_documents.results import RANDOM, by_device, samples_read, span, start_of
+from experiments.long_documents.results import (
+    by_device,
+    continues,
+    samples_read,
+    span,
+    start_of,
+)
 from experiments.markdown import in_percent, table
 
 AUTHORS = {  # records of encoders, and the tokens that they read
@@ -72,8 +78,7 @@ def training_of(kind: str, group: dict) -> list[str]:
 
 def encoders_of(name: str, record: dict) -> str:
     """What the encoders of a record read, and whether they continue those of shorter lengths."""
-    starts = {start_of(group["runs"][0]) for group in record["lengths"].values()}
-    continued = " that start from a shorter length" * (starts > {RANDOM})
+    continued = " that start from a shorter length" * continues(record["lengths"])
     return f"Encoders of {AUTHORS[name]}{continued}"
 
 

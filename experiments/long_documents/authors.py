@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from experiments.files import read_object
+from experiments.files import RESULT, read_json, read_object
 from experiments.language_model.books import FACTS, Book, Books
 from experiments.long_documents.words import BUCKETS, FIRST_WORD, TOKEN_BYTES, word_ids
 from experiments.lra.tasks import MissingData, Sample, Samples, Shape, Task
@@ -124,13 +124,16 @@ def starting_from(folder: Path, data: dict[str, str], seeds: int) -> list[str]:
         seeds: Number of seeds.
 
     Raises:
-        ValueError: The folder has no such weights, or they are of other authors or books.
+        ValueError: The folder has no such weights, they are of other authors or books, or a run
+            was stuck at chance. The weights of its restart are of another seed.
     """
     if read_object(folder / DATA, "written by `experiments.long_documents train`", ()) != data:
         raise ValueError(f"init_from must have runs on the same books, got {folder} of others")
     for seed in range(seeds):
         if not (path := best_of(folder, seed)).exists():
             raise ValueError(f"init_from must have weights of every seed, but {path} is missing")
+        if read_json(folder / f"seed{seed}" / RESULT, {}).get("stuck"):
+            raise ValueError(f"init_from must have runs above chance, but seed{seed} was stuck")
     return [f"--model.init_from={best_of(folder, '{seed}')}", "--model.positions_from=repeated"]
 
 

@@ -71,6 +71,11 @@ def start_of(run: dict) -> str:
     return span([length]) + ", without labels" * (not before["labels"])
 
 
+def continues(lengths: dict[str, dict]) -> bool:
+    """Whether encoders of a length in a record start from those of another one."""
+    return any(start_of(run) != RANDOM for group in lengths.values() for run in group["runs"])
+
+
 def samples_read(run: dict) -> int:
     """Number of passages that a run read in training, each time counted."""
     return run["steps"] * run["batch_size"] * run.get("accumulate_grad_batches", 1)
@@ -95,8 +100,7 @@ def draw(record: Path) -> Path:
     found = [each["accuracy"] for each in facts["lengths"].values()]
     spread = [each["deviation"] or 0.0 for each in facts["lengths"].values()]
     percent = [[100 * value for value in values] for values in (found, spread)]
-    starts = {start_of(run) for each in facts["lengths"].values() for run in each["runs"]}
-    label = "block-sparse encoder" + ", from a shorter length" * (starts > {RANDOM})
+    label = "block-sparse encoder" + ", from a shorter length" * continues(facts["lengths"])
     look = {"color": COLOURS[0], "marker": "o", "markersize": 4, "capsize": 3}
     ax.errorbar(lengths, percent[0], percent[1], label=label, **look)
     for colour, name in zip(COLOURS[1:], ("words", "bytes"), strict=False):

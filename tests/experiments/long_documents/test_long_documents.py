@@ -139,3 +139,6 @@ def test_a_start_without_weights_or_of_other_books_is_refused(data, tmp_path):
     (start / "seed0" / "checkpoints").mkdir(parents=True)
     (start / "seed0" / "checkpoints" / "best.ckpt").touch()
     assert "init_from must have weights of every seed, but" in error("--authors=3")
+    write_json(start / "seed0" / "result.json", {"stuck": True})
+    stuck = "init_from must have runs above chance, but seed0 was stuck"
+    assert stuck in error("--authors=3", "--seeds=1")

@@ -3,7 +3,13 @@ import json
 import pytest
 
 from experiments.files import write_json
-from experiments.long_documents.results import by_device, gather, samples_read, table_of
+from experiments.long_documents.results import (
+    by_device,
+    continues,
+    gather,
+    samples_read,
+    table_of,
+)
 
 START = {"task": "authors-512-words", "labels": True, "steps": 10, "init_from": None}
 
@@ -112,6 +118,13 @@ def test_a_record_says_from_what_the_encoders_of_a_length_started(tmp_path):
         write_json(one, run | {"init_from": start})
         with pytest.raises(ValueError, match=message):
             gather(*given)
+
+
+def test_lengths_that_all_start_from_another_one_continue_it():
+    random, chained = {"runs": [{"init_from": None}]}, {"runs": [{"init_from": START}]}
+    assert not continues({"512": random})
+    assert continues({"512": random, "2048": chained})
+    assert continues({"2048": chained})
 
 
 def test_accumulated_batches_are_counted():
