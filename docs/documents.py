@@ -103,7 +103,10 @@ def over_lengths(name: str, record: dict) -> str:
     rises = {
         length: fmean(100 * (r["curve"][-1][1] - r["curve"][-2][1]) for r in group["runs"])
         for length, group in groups.items()
+        if all(len(run["curve"]) > 1 for run in group["runs"])
     }
+    if not rises:
+        return f"{text}."
     most = max(rises, key=lambda length: rises[length])
     change = f"by {rises[most]:.1f} points, at {span([most])}"
     return f"{text}. Between the last two validations their accuracy rose most, {change}."

@@ -354,6 +354,12 @@ def test_table_5(paper, tmp_path):
         assert f"\n\nEncoders of words, {length} bytes: *NVIDIA {device}, torch 2," in shown
     assert "(../experiments/results/long-documents-authors-words-nvidia-x-nvidia-y.png)" in shown
     assert row(paper.overview(), "Table 5")[-1] == "1 of 6"
+    # Runs that are shorter than two intervals of validation have one validation.
+    for path in tmp_path.glob("runs/*/seed*/result.json"):
+        run = json.loads(path.read_text())
+        write_json(path, run | {"curve": run["curve"][-1:]})
+    gather(name, tmp_path / "runs", floors, tmp_path)
+    assert "last two validations" not in paper.authors()
     # Longer runs of one length are a row of their own, and have no picture.
     (tmp_path / "runs/512").rename(tmp_path / "512")
     gather(f"{name}-long", tmp_path / "runs", floors, tmp_path)

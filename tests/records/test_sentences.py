@@ -222,13 +222,22 @@ def test_authors_of_passages_from_a_shorter_length():
     assert {run["steps"] for runs in later for run in runs} == {600}
     told = "600 steps at each of 2,048, 8,192, 32,768 and 65,536 bytes from the weights of the"
     assert f"2,000 steps at 512 bytes from random weights, then {told} length before" in text
-    for option in ("learning_rate=2e-4", "warmup_steps=50"):
-        given = f"--model.optimizer.{option}"
+    for option in (
+        *("model.optimizer.learning_rate=2e-4", "model.optimizer.warmup_steps=50"),
+        *("trainer.max_steps=600", "trainer.val_check_interval=150"),
+    ):
+        given = f"--{option}"
+        assert given in text
         assert not any(given in run["environment"]["command"] for run in first)
         assert all(given in run["environment"]["command"] for runs in later for run in runs)
     own = Path(long_documents.__file__).with_name("authors.yaml").read_text()
     assert "learning_rate: 5.0e-4" in own
     assert "warmup_steps: 200" in own
+    assert "val_check_interval: 500" in own
+    assert "There is one every 150 steps, from random weights every 500" in text
+    tested = [run["tested_step"] for runs in later[1:] for run in runs]
+    told = f"8,192 bytes and more the best one was after {min(tested)} to {max(tested)} steps"
+    assert told in text
     told = "learning rate of 2e-4 instead of 5e-4 and a warm-up of 50 steps instead of 200"
     assert told in text
     gains = [100 * (groups[n]["accuracy"] - before[n]["accuracy"]) for n in lengths[1:]]
