@@ -107,7 +107,7 @@ def train(
     folder = (output or Path(f"runs/authors-{tokens}")) / str(length)
     data = identity(books, chosen)
     with usage_errors():
-        starts = [] if init_from is None else starting_from(init_from, data, seeds)
+        starts = [] if init_from is None else starting_from(init_from, data, seeds, folder)
     write_json(folder / DATA, data)
     given = [f"--config={path}" for path in (presets.FOLDER / presets.COMMON, CONFIG)]
     given += [f"--data.data_root={data_root}", f"--data.batch_size={max(1, STEP_BYTES // length)}"]

@@ -114,7 +114,7 @@ def identity(books: Books, chosen: list[tuple[str, list[Book]]]) -> dict[str, st
     return {"authors": digest.hexdigest()}
 
 
-def starting_from(folder: Path, data: dict[str, str], seeds: int) -> list[str]:
+def starting_from(folder: Path, data: dict[str, str], seeds: int, output: Path) -> list[str]:
     """Options of `python -m experiments.lra.seeds` with which every seed starts from its own best
     weights in the folder of another length.
 
@@ -122,11 +122,15 @@ def starting_from(folder: Path, data: dict[str, str], seeds: int) -> list[str]:
         folder: A folder with the runs of a length.
         data: `identity` of the books of the runs that start.
         seeds: Number of seeds.
+        output: The folder of the runs that start. It may have results of them.
 
     Raises:
         ValueError: The folder has no such weights, they are of other authors or books, or a run
-            was stuck at chance. The weights of its restart are of another seed.
+            was stuck at chance: the weights of its restart are of another seed. Or `output` has
+            results of runs that started from other weights.
     """
+    from experiments.lra.learner import read_checkpoint, trained_by  # imports torch
+
     if read_object(folder / DATA, "written by `experiments.long_documents train`", ()) != data:
         raise ValueError(f"init_from must have runs on the same books, got {folder} of others")
     for seed in range(seeds):
@@ -134,6 +138,15 @@ def starting_from(folder: Path, data: dict[str, str], seeds: int) -> list[str]:
             raise ValueError(f"init_from must have weights of every seed, but {path} is missing")
         if read_json(folder / f"seed{seed}" / RESULT, {}).get("stuck"):
             raise ValueError(f"init_from must have runs above chance, but seed{seed} was stuck")
+        own = output / f"seed{seed}"
+        if (result := read_json(own / RESULT, None)) is None:
+            continue
+        started, expected = result.get("init_from"), trained_by(read_checkpoint(path))
+        if started != expected:
+            raise ValueError(
+                f"output must have no runs that started from other weights than {expected}, but "
+                f"{own} started from {started}"
+            )
     return [f"--model.init_from={best_of(folder, '{seed}')}", "--model.positions_from=repeated"]
 
 

@@ -322,8 +322,7 @@ def start_from(learner: Learner, path: Path, how: Growth = "interpolated") -> di
     """Loads weights. Learned positions are resized, and heads for training may be missing.
 
     Returns:
-        What trained these weights, as far as the checkpoint says it: its task, its seed, whether
-        it used labels, its steps, and from what it started in turn.
+        What trained these weights; see `trained_by`.
 
     Raises:
         ValueError: The checkpoint is of another model.
@@ -346,6 +345,13 @@ def start_from(learner: Learner, path: Path, how: Growth = "interpolated") -> di
         raise ValueError(f"{path} has another model: {error}") from error
     if others := [key for key in (*missing, *unexpected) if not key.startswith(HEADS)]:
         raise ValueError(f"{path} has another model: only one of the two has {others}")
+    return trained_by(checkpoint)
+
+
+def trained_by(checkpoint: dict) -> dict:
+    """What trained the weights of a checkpoint, as far as it says so: the task, the seed, whether
+    labels were used, the number of steps, and from what that run started in turn.
+    """
     return {"steps": checkpoint.get("global_step")} | checkpoint.get(TRAINED, {})
 
 

@@ -111,6 +111,14 @@ def test_encoders_of_a_length_start_from_those_of_another(data, tmp_path, monkey
     (run,) = train(256, 128, "--trainer.accumulate_grad_batches=2", seeds=1)
     assert (run["steps"], run["batch_size"], run["accumulate_grad_batches"]) == (1, 2, 2)
     assert run["init_from"] == second | {"init_from": first | {"seed": 0}}
+    # Results of runs from other weights are not taken for those of this command.
+    for length, start, from_random in ((64, 128, True), (128, 256, False)):
+        more = ["--init-from", f"runs/authors-words/{start}", "--seeds=1"]
+        found = CliRunner().invoke(app, ["train", str(length), *given, *more])
+        shown = " ".join(found.output.replace("│", "").split())
+        assert (found.exit_code, "output must have no runs that started from" in shown) == (2, True)
+        assert ("seed0 started from None" in shown) == from_random
+    train(128, 64)
     # Without learning, weights remain those of the start, with positions repeated.
     positions = "classifier.encoder.positions.learned.weight"
     for seed in (0, 1):
