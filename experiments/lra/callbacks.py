@@ -280,11 +280,26 @@ def folder_of(trainer: L.Trainer) -> Path:
 class Curve(Callback):
     """Writes [step, accuracy, loss] of every validation to curve.json, also if a run is killed.
 
-    In pre-training it writes [step, loss of hidden tokens].
+    In pre-training it writes [step, loss of hidden tokens]. It also measures how long a run takes.
     """
 
     def __init__(self):
         self.points: list[list[float]] = []
+        self._before: float | None = 0.0
+        self._started: float | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """Time of training and validation so far, in all parts of a run that was resumed.
+
+        It is None if the run was resumed from a checkpoint without its time.
+        """
+        if self._started is None or self._before is None:
+            return self._before
+        return self._before + time.monotonic() - self._started
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._started = time.monotonic()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Learner) -> None:
         if not trainer.sanity_checking:
@@ -297,7 +312,7 @@ class Curve(Callback):
                 write_json(folder / "curve.json", self.points)
 
     def state_dict(self) -> dict:
-        return {"points": self.points}
+        return {"points": self.points, "seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        self.points = state_dict["points"]
+        self.points, self._before = state_dict["points"], state_dict.get("seconds")

@@ -138,11 +138,13 @@ class ArenaCLI(LightningCLI):
 
     def _run(self) -> dict:
         """The result of a training as values of JSON."""
+        curves = self._callbacks(Curve)
         return {
             "stuck": self.stuck,
             "ended": self.ended,
             "steps": self.trainer.global_step,
-            "curve": [point for curve in self._callbacks(Curve) for point in curve.points],
+            "seconds": next((curve.seconds for curve in curves), None),
+            "curve": [point for curve in curves for point in curve.points],
         }
 
     def after_test(self) -> None:

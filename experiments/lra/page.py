@@ -26,7 +26,7 @@ README = Path(__file__).parent / "README.md"
 FRONT = Path(__file__).parents[2] / "README.md"
 NOT_RUN, OPEN = "not run", "–"
 COLUMNS = (*TASKS, "path-x", "path-256")
-SWEPT = ("listops", "text", "image", "pathfinder")  # tasks of runs/attentions.sh
+SWEPT = ("listops", "text", "image", "pathfinder", "path-x")  # tasks of runs/attentions.sh
 # Columns of the measurement on real batches, by the clock of its steps.
 REAL_CLOCKS = {"graph": "on real batches", "events": "on real batches, called from Python"}
 SPEED_HEAD = ("attention", "ListOps", "Text", "Retrieval", "Image", "Pathfinder")

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from contextlib import suppress
 
 import pytest
@@ -81,6 +82,24 @@ def test_a_deadline_stops_a_run_that_can_go_on(tmp_path):
     last = tmp_path / "cut" / "checkpoints" / "last.ckpt"
     rest = fit(tmp_path / "cut", Averaged(decay=0.9), Curve(), Deadline(), ckpt_path=last)[3]
     assert {**first, **rest} == whole
+
+
+class Slow(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        time.sleep(0.05)
+
+
+def test_a_run_that_goes_on_counts_the_seconds_of_its_parts(tmp_path):
+    first, rest = Curve(), Curve()
+    fit(tmp_path, first, Slow(), Deadline(at=0, every=6))
+    assert first.seconds is not None
+    assert first.seconds > 0.3  # 6 of 12 steps
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    fit(tmp_path, rest, Slow(), Deadline(), ckpt_path=last)
+    assert rest.seconds is not None
+    assert rest.seconds > 0.6
+    rest.load_state_dict({"points": []})  # of a checkpoint that was saved before it had the time
+    assert rest.seconds is None
 
 
 class Interrupting(Callback):
