@@ -191,8 +191,9 @@ class AttentionSpec(AttentionOptions):
         )
 
 
-# Gradients that another backend may compute than those of query, key and value. With block scores,
-# both passes together took longer on two backends (measured on an H200).
+# Gradients that another backend may compute than those of query, key and value. That of block
+# scores is not one of them: a forward pass on another backend than the whole backward pass took
+# longer (measured on an H200), and to compute their sums alone on another one is not measured.
 SUMS_OF_DS = ("differentiates_bias", "differentiates_score_tensors")
 POSITIONS = "dropout, score function or bias of a part of a sequence"
 _HAS_EXTRA: dict[str, Callable[[AttentionSpec], bool]] = {
