@@ -301,6 +301,9 @@ class Curve(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._started = time.monotonic()
 
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._before, self._started = self.seconds, None
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: Learner) -> None:
         if not trainer.sanity_checking:
             measured = trainer.callback_metrics

@@ -97,7 +97,7 @@ def test_a_run_that_goes_on_counts_the_seconds_of_its_parts(tmp_path):
     last = tmp_path / "checkpoints" / "last.ckpt"
     fit(tmp_path, rest, Slow(), Deadline(), ckpt_path=last)
     assert rest.seconds is not None
-    assert rest.seconds > 0.6
+    assert rest.seconds > first.seconds + 0.3
     rest.load_state_dict({"points": []})  # of a checkpoint that was saved before it had the time
     assert rest.seconds is None
 
