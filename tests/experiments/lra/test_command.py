@@ -1,8 +1,11 @@
 """The command line, from options to the result of a run."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +50,36 @@ def test_what_was_tested_outlives_a_kill_during_moved_discs(tmp_path, monkeypatc
     with pytest.raises(SystemExit):
         cli._report({"stuck": False})
     assert json.loads((tmp_path / "result.json").read_text())["test/accuracy"] == 0.75
+
+
+@pytest.mark.slow(60)
+def test_a_run_that_is_killed_goes_on_where_it_saved(tmp_path):
+    """Kills the process by a signal that no program can catch."""
+
+    options = SMALL_RUN.replace("max_steps 3", "max_steps 520")
+    options = options.replace("val_check_interval 3", "val_check_interval 260")
+    options += " --model.encoder.layers 1 --model.encoder.dim 16 --data.workers 0"
+    given = [*options.split()[1:], "--trainer.enable_progress_bar", "false"]
+
+    def start(folder):
+        command = [sys.executable, "-m", "experiments.lra.seeds", "--seeds", "1"]
+        command += ["--output", str(folder), "--", *given]
+        return subprocess.Popen(command, start_new_session=True)
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert start(whole).wait() == 0
+    process = start(killed)
+    last = killed / "seed0" / "checkpoints" / "last.ckpt"
+    while process.poll() is None and not last.exists():
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert start(killed).wait() == 0
+    results = [
+        json.loads((path / "seed0" / "result.json").read_text()) for path in (whole, killed)
+    ]
+    for name in ("curve", "steps", "test/accuracy", "ended"):
+        assert results[0][name] == results[1][name]
 
 
 def test_unknown_tasks_list_the_known_ones():
