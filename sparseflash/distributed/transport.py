@@ -39,7 +39,7 @@ def process_group_of(group: Group, ranks: int) -> ProcessGroup | None:
 
 def _process_group(group: Group) -> ProcessGroup | None:
     """The process group of a mesh of one dimension, or the group itself."""
-    if group == dist.GroupMember.NON_GROUP_MEMBER:  # of new_group
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:  # of new_group
         raise ValueError("group must have this rank among its ranks")
     if not isinstance(group, Group):
         raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {group!r}")

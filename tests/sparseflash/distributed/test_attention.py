@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import GroupMember
 
 import masks
 import sparseflash
@@ -445,6 +446,8 @@ def test_wrong_arguments_are_named():
     tensors = torch.randn(3, 1, 2, 100, 8)
     with pytest.raises(TypeError, match="plan must be a ContextPlan, got BlockMask"):
         context_parallel_attention(*tensors, plan.mask)
+    with pytest.raises(ValueError, match="group must have this rank among its ranks"):
+        context_parallel_attention(*tensors, plan, group=GroupMember.NON_GROUP_MEMBER)
     with pytest.raises(
         TypeError, match="group must be a ProcessGroup, a DeviceMesh or None, got 3"
     ):
