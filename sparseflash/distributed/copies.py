@@ -441,7 +441,10 @@ def _location(device: torch.device) -> Location | str:
     if len(folder) > MAX_FOLDER or not os.access(folder, os.W_OK):
         return f"sockets cannot be made in the folder {folder!r} of temporary files"
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
-    processes = str(PROCESSES.readlink()) if PROCESSES.exists() else ""
+    try:
+        processes = str(PROCESSES.readlink())
+    except OSError:  # not every system shows it
+        processes = ""
     found, number = Path(folder).stat(), _index(device)
     container = processes, folder, str(found.st_dev), str(found.st_ino)
     return Location((socket.gethostname(), boot), container, number, _uuid(number))
