@@ -94,6 +94,7 @@ def train(
         DATA,
         Authors,
         by_author,
+        check_same_books,
         identity,
         starting_from,
     )
@@ -107,6 +108,7 @@ def train(
     folder = (output or Path(f"runs/authors-{tokens}")) / str(length)
     data = identity(books, chosen)
     with usage_errors():
+        check_same_books(folder, data)
         starts = [] if init_from is None else starting_from(init_from, data, seeds, folder)
     write_json(folder / DATA, data)
     given = [f"--config={path}" for path in (presets.FOLDER / presets.COMMON, CONFIG)]

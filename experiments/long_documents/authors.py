@@ -114,6 +114,19 @@ def identity(books: Books, chosen: list[tuple[str, list[Book]]]) -> dict[str, st
     return {"authors": digest.hexdigest()}
 
 
+def check_same_books(folder: Path, data: Mapping[str, object]) -> None:
+    """Raises ValueError if a folder has runs on other books, or with another number of authors.
+
+    Args:
+        folder: The folder of a length, which need not exist.
+        data: `identity` of the books that are to be read.
+    """
+    if read_json(folder / DATA, data) != data and any(folder.glob("seed*")):
+        raise ValueError(
+            f"output must have runs on the same books and authors, but {folder} has runs on others"
+        )
+
+
 def starting_from(folder: Path, data: dict[str, str], seeds: int, output: Path) -> list[str]:
     """Options of `python -m experiments.lra.seeds` with which every seed starts from its own best
     weights in the folder of another length.

@@ -151,3 +151,15 @@ def test_a_start_without_weights_or_of_other_books_is_refused(data, tmp_path):
     write_json(start / "seed0" / "result.json", {"stuck": True})
     stuck = "init_from must have runs above chance, but seed0 was stuck"
     assert stuck in error("--authors=3", "--seeds=1")
+
+
+def test_runs_on_other_books_are_not_overwritten(data, tmp_path):
+    folder = tmp_path / "runs" / "128"
+    write_json(folder / "data.json", {"authors": "others"})
+    (folder / "seed0").mkdir()
+    given = ["--data-root", str(data), "--output", str(tmp_path / "runs"), "--authors=3"]
+    found = CliRunner().invoke(app, ["train", "128", *given])
+    assert found.exit_code == 2
+    shown = " ".join(found.output.replace("│", "").split())
+    assert "output must have runs on the same books and authors, but" in shown
+    assert json.loads((folder / "data.json").read_text()) == {"authors": "others"}
