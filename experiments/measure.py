@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -202,7 +202,8 @@ def checked(
         return {"forward": part_of_standard(part, case, extras.dropout_p, inputs)}
     attend = checked_attend = make_attend(name, case.problem, extras)
     if not is_ours(name):  # its dropout uses another random generator
-        checked_attend, extras = make_attend(name, case.problem), Extras()
+        extras = replace(extras, dropout_p=0.0)
+        checked_attend = make_attend(name, case.problem, extras)
     directions = case.directions(method)
     facts = (checked_attend, inputs, sample, f"{name} on {case}")
     try:

@@ -260,6 +260,20 @@ def test_ours_is_checked_with_dropout_and_padding(extra, monkeypatch):
         measure(case, ["sparseflash"], method)
 
 
+def test_a_baseline_is_checked_with_padding(monkeypatch):
+    """And one that ignores key lengths is found out."""
+    full = Problem("full", masks.full()(100, 16), dense="full")
+    case, method = replace(CASE, batch=3, problem=full), replace(METHOD, **HARD)
+    rows, reasons = measure(case, ["sdpa"], method)
+    assert [row.direction for row in rows] == ["forward", "backward"]
+    assert not reasons
+    monkeypatch.setattr(
+        measurement, "make_attend", lambda name, problem, extras: make_attend(name, problem)
+    )
+    with pytest.raises(CheckError, match=r"sdpa on full at N = 100, out: error"):
+        measure(case, ["sdpa"], method)
+
+
 def test_a_dense_baseline_has_dropout_of_its_own():
     full = replace(CASE, problem=Problem("full", masks.full()(100, 16), dense="full"))
     rows, reasons = measure(full, ["sdpa", "standard"], replace(METHOD, dropout_p=0.5))
