@@ -18,7 +18,7 @@ from sparseflash.distributed.simulation import Attention, Demand, Machine, Predi
 BLOCK = 128
 TOP_K = "top-k"
 NARROW = 1024  # tokens of the second window: less to compute for each token that is gathered
-GROUPS = 8  # the most groups of heads that are exchanged one after another if memory is limited
+GROUPS = 16  # the most groups of heads that are exchanged one after another if memory is limited
 # Memory is limited only if a rank receives more than this share of the keys that it owns.
 RECEIVED = 1 / 8
 
