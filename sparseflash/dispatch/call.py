@@ -213,13 +213,13 @@ class Call:
             there are positions, the lengths are those of the longer sequence.
         positions: Positions of the tokens in a longer sequence; None if the call attends a whole
             sequence, or does not depend on positions.
-        max_logits: Tensor to which the forward pass writes the maximum logits, or None.
+        max_logits: Contiguous tensor to which the forward pass writes the maximum logits, or None.
         score_tensors: The score tensors, or None.
         more: Keys and values of the last blocks of the table, if `key` and `value` have only the
             first ones. Then key lengths are None, and keys get no gradients.
         results: (out, lse) to which the forward pass writes instead of new tensors. Which block
-            rows it writes depends on spec.skips_empty_rows alone, so calls for different rows can
-            have the same results.
+            rows it writes, also of max_logits, depends on spec.skips_empty_rows alone, so calls
+            for different rows can have the same results.
         gradients: Memory of the gradients of query, key and value, in which the backward pass
             returns those that are needed; None for a new tensor. The dims of a head are
             contiguous, as in `results`; other strides may be any.

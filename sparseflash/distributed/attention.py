@@ -38,13 +38,21 @@ class _Keywords(CallKeywords, total=False):
 @overload
 def context_parallel_attention(
     query: Tensor, key: Tensor, value: Tensor, plan: ContextPlan, *,
-    return_lse: Literal[False] = False, **keywords: Unpack[_Keywords],
+    return_lse: Literal[False] = False, return_max_logits: Literal[False] = False,
+    **keywords: Unpack[_Keywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def context_parallel_attention(
     query: Tensor, key: Tensor, value: Tensor, plan: ContextPlan, *,
-    return_lse: Literal[True], **keywords: Unpack[_Keywords],
+    return_lse: Literal[True], return_max_logits: Literal[False] = False,
+    **keywords: Unpack[_Keywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    query: Tensor, key: Tensor, value: Tensor, plan: ContextPlan, *,
+    return_lse: bool = False, return_max_logits: Literal[True],
+    **keywords: Unpack[_Keywords],
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 @torch.compiler.disable(reason="ranks exchange keys and gradients in calls of the host")
 def context_parallel_attention(
     query: Tensor,
@@ -60,17 +68,19 @@ def context_parallel_attention(
     seed: int | None = None,
     score_tensors: Sequence[Tensor] | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     transport: TransportName = "auto",
     check: bool | None = None,
     **options: Unpack[OptionKeywords],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """sparseflash.attention over a sequence whose tokens are sharded over ranks by a plan.
 
     The result equals that of a single process up to rounding: the mask, key lengths, dropout,
     score functions and biases refer to positions in the whole sequence. On GPUs, calls with
     dropout, a score function or a bias run on the backend triton; hopper refuses them. All ranks
-    of the group must call the function, in the same order, with equal options, and with the same
-    ones of bias, key_lengths and mask. All must run the backward pass if one of them does.
+    of the group must call the function, in the same order, with equal options and
+    return_max_logits, and with the same ones of bias, key_lengths and mask. All must run the
+    backward pass if one of them does.
 
     The fetched keys and values are saved for the backward pass. If the plan has round_tokens and
     needs several rounds, they are fetched again, and at most the keys and values of two rounds are
@@ -101,6 +111,8 @@ def context_parallel_attention(
         seed: Seed of dropout, equal on all ranks. The same pairs are dropped as in one process.
         score_tensors: As in sparseflash.attention, for the whole sequence.
         return_lse: Also return the LSE of the queries of this rank.
+        return_max_logits: Also return, last, the maximum logits of the queries of this rank, over
+            all keys of the sequence, without gradient, as in sparseflash.attention.
         transport: How keys, values and their gradients are exchanged. "collectives": all-to-alls
             of the process group. "copies": copies between the GPUs of one host, which run beside
             kernels without delaying them. "auto": copies if all ranks are GPUs of one host that
@@ -117,7 +129,8 @@ def context_parallel_attention(
 
     Returns:
         out (batch, heads, tokens of this rank, value_dim), and with return_lse also the LSE
-        (batch, heads, tokens of this rank).
+        (batch, heads, tokens of this rank). With return_max_logits also the maximum logits, with
+        shape and dtype of the LSE.
 
     Raises:
         TypeError, ValueError: An argument is invalid; the message names it. Without the check, the
@@ -137,12 +150,12 @@ def context_parallel_attention(
     if isinstance(group, DeviceMesh) and group.ndim == 2:
         by_head = {"bias": bias, "sinks": sinks}
         keywords = {"key_lengths": key_lengths, "score_tensors": score_tensors}
-        keywords["transport"] = transport
+        keywords |= {"transport": transport, "return_max_logits": return_max_logits}
         shared = ((query, key, value), plan, group, mask, by_head, check, options)
-        out, lse = _with_shared_heads(*shared, **keywords)
-        return (out, lse) if return_lse else out
+        return _chosen(_with_shared_heads(*shared, **keywords), return_lse)
     process_group = process_group_of(group, plan.ranks)
     arguments = (mask, key_lengths, bias, sinks, seed, score_tensors, options, transport)
+    arguments = (*arguments, return_max_logits)
     agreed = ("agreed", None if process_group is None else ref(process_group))
     first = agreed not in plan.cache
     try:
@@ -162,13 +175,21 @@ def context_parallel_attention(
         prepared.transport  # noqa: B018  # all ranks get the same error before they exchange
     tensors = (prepared.query, prepared.key, prepared.value, prepared.bias)
     read = () if prepared.score_tensors is None else prepared.score_tensors.tensors
-    out, lse = cast(
-        tuple[Tensor, Tensor],
+    out, lse, *max_logits = cast(
+        tuple[Tensor, ...],
         ContextParallelAttention.apply(*tensors, prepared.block_scores, prepared, *read),
     )
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
-    return (out, lse) if return_lse else out
+    return _chosen((out, lse, *max_logits), return_lse)
+
+
+def _chosen(results: tuple[Tensor, ...], return_lse: bool) -> Tensor | tuple[Tensor, ...]:
+    """What the caller gets of out, lse and, if they are asked for, the maximum logits."""
+    out, _, *max_logits = results
+    if return_lse:
+        return results
+    return (out, *max_logits) if max_logits else out
 
 
 def _with_shared_heads(
@@ -180,8 +201,8 @@ def _with_shared_heads(
     check: bool | None,
     options: Mapping[str, Any],
     **keywords: Any,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of own tokens and all heads; each rank computes all tokens and own heads."""
+) -> tuple[Tensor, ...]:
+    """The results of own tokens and all heads; each rank computes all tokens and own heads."""
     group, heads_group = mesh.get_group(0), mesh.get_group(1)
     process_group_of(group, plan.ranks)
     shard = len(plan.positions(group.rank()))
@@ -198,8 +219,10 @@ def _with_shared_heads(
     own_heads = {name: sharing.of_own_heads(each) for name, each in by_head.items()}
     given: Any = {"group": group, "mask": mask, "check": check, **own_heads, **keywords, **options}
     query, key, value = map(sharing.by_heads, tensors)
-    out, lse = context_parallel_attention(query, key, value, plan, return_lse=True, **given)
-    return sharing.by_tokens(out), sharing.by_tokens(lse.unsqueeze(-1)).squeeze(-1)
+    results = context_parallel_attention(query, key, value, plan, return_lse=True, **given)
+    of_rows = sharing.by_tokens(torch.stack(results[1:], -1))  # in one exchange
+    lse, *max_logits = (of_rows[..., i] for i in range(of_rows.shape[-1]))
+    return sharing.by_tokens(results[0]), lse, *(x.detach() for x in max_logits)
 
 
 def _problem_of_shared_heads(

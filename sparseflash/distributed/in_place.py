@@ -9,18 +9,16 @@ those of two groups are in memory at most:
                 gradients that other ranks send meanwhile are added to those of own keys
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from sparseflash.dispatch.call import Call, Saved, empty_out
 from sparseflash.distributed.fetch import Fetch, Return
 from sparseflash.distributed.part import Heads, Step, in_chunks, repeated
-from sparseflash.distributed.prepare import InPlaceCalls, Prepared
+from sparseflash.distributed.prepare import InPlaceCalls, Prepared, write_results_of_no_key
 from sparseflash.distributed.shared_rows import SharedForward
 
 
@@ -29,19 +27,17 @@ def forward_in_place(
     calls: InPlaceCalls,
     inputs: tuple[Tensor, Tensor, Tensor],
     shared: SharedForward | None,
-) -> tuple[Tensor, Tensor, list[list[Tensor]]]:
-    """(out, lse, keys and values of each step if they are saved) of query, key and value."""
+) -> tuple[tuple[Tensor, ...], list[list[Tensor]]]:
+    """(results, keys and values of each step if they are saved) of query, key and value."""
     (query, key, value), masks = inputs, prepared.part.in_place
     assert masks is not None, "the split is in place"
     steps, at_once = prepared.part.steps, not prepared.plan.fetches_again
     fetches = deque(Fetch(prepared, key, value, x) for x in (steps if at_once else steps[:1]))
-    wide = torch.promote_types(query.dtype, torch.float32)
-    out, lse = _unwritten(query, value), query.new_empty(query.shape[:3], dtype=wide)
+    results = prepared.empty_results(_unwritten(query, value))
     if masks.has_empty_rows:
-        out.zero_()
-        lse.fill_(-math.inf)
+        write_results_of_no_key(results)
     if calls.ready is not None:
-        replace(calls.ready, results=(out, lse)).forward(query, key, value)
+        _writing_to(results, calls.ready).forward(query, key, value)
     if shared is not None:
         shared.attend(key, value)
     saved: list[list[Tensor]] = []
@@ -50,10 +46,10 @@ def forward_in_place(
         if not at_once and number + 1 < len(steps):
             fetches.append(Fetch(prepared, key, value, steps[number + 1]))
         if calls.waiting is not None:
-            _write_waiting_rows(calls.waiting, step.heads, inputs, fetched, (out, lse))
+            _write_waiting_rows(calls.waiting, step.heads, inputs, fetched, results)
         saved += [fetched] if at_once else []
         del fetched  # before those of the next group arrive
-    return out, lse, saved
+    return results, saved
 
 
 def _write_waiting_rows(
@@ -61,12 +57,17 @@ def _write_waiting_rows(
     heads: Heads,
     inputs: tuple[Tensor, Tensor, Tensor],
     fetched: Sequence[Tensor],
-    results: tuple[Tensor, Tensor],
+    results: tuple[Tensor, ...],
 ) -> None:
-    """Writes out and lse of the waiting rows of a group of heads."""
-    out, lse = _of_heads(heads, *results)
-    call = replace(call, results=(out, lse), more=(fetched[0], fetched[1]))
+    """Writes the results of the waiting rows of a group of heads."""
+    call = replace(_writing_to(_of_heads(heads, *results), call), more=(fetched[0], fetched[1]))
     call.forward(*_of_heads(heads, *inputs))
+
+
+def _writing_to(results: tuple[Tensor, ...], call: Call) -> Call:
+    """The call that writes to out, lse and, if there are any, maximum logits."""
+    out, lse, *max_logits = results
+    return replace(call, results=(out, lse), max_logits=max_logits[0] if max_logits else None)
 
 
 @dataclass(frozen=True, eq=False)

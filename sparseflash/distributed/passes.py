@@ -13,6 +13,8 @@ split="keys": all rows attend own keys during the exchange, then fetched keys ro
 
     O, LSE = merge of (own part, round 0, round 1, ...)
 
+The maximum logits are the maximum over these parts.
+
 Own keys are read where they are, and received ones where they arrive.
 
 In the backward pass the parts are independent: with the final LSE and O, P = exp(S - LSE) and
@@ -20,7 +22,6 @@ dS = P * (dP - rowsum(dO * O)) need nothing from another part. The gradients of 
 values are sent to their owners, which add them in the order of rounds and ranks.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ from sparseflash.dispatch.call import Call
 from sparseflash.distributed.fetch import EVERY, Fetch, Return
 from sparseflash.distributed.in_place import BackwardInPlace, forward_in_place
 from sparseflash.distributed.part import Heads, Step, Tokens, count
-from sparseflash.distributed.prepare import InPlaceCalls, Prepared
+from sparseflash.distributed.prepare import InPlaceCalls, Prepared, write_results_of_no_key
 from sparseflash.distributed.shared_rows import SharedBackward, SharedForward
 from sparseflash.merge import add_in_place, copy_in_place, merge_in_place
 
@@ -46,7 +47,7 @@ MAX_ROUNDED = 4
 
 
 class ContextParallelAttention(torch.autograd.Function):
-    """(out, lse) of the queries of this rank."""
+    """out, lse and, if they are asked for, the maximum logits of the queries of this rank."""
 
     @staticmethod
     def forward(
@@ -55,10 +56,10 @@ class ContextParallelAttention(torch.autograd.Function):
         rows = prepared.part.shared
         shared = None if rows is None else SharedForward(prepared, rows, query)
         if prepared.in_place is None:
-            out, lse, calls, fetched = _forward(prepared, query, key, value, shared)
+            results, calls, fetched = _forward(prepared, query, key, value, shared)
         else:
             inputs, calls = (query, key, value), []
-            out, lse, fetched = forward_in_place(prepared, prepared.in_place, inputs, shared)
+            results, fetched = forward_in_place(prepared, prepared.in_place, inputs, shared)
         ctx.prepared, ctx.calls, ctx.shared_call = prepared.without_tensors(), calls, None
         # The first backward pass deletes what was fetched, so a later one fetches it again. All
         # ranks decide by this, and not by what they have: a rank may receive nothing.
@@ -67,18 +68,20 @@ class ContextParallelAttention(torch.autograd.Function):
             # Checkpointing and offloading decide what is saved of the fetched keys, too.
             ctx.fetched, saved = [], [x for both in fetched for x in both]
         if shared is not None:
-            shared.merge_into(out, lse)
+            shared.merge_into(results)
             ctx.shared_call, saved = shared.call, [*saved, shared.query]
+        out, lse, *max_logits = results
         ctx.save_for_backward(query, key, value, bias, out, lse, *score_tensors, *saved)
+        ctx.mark_non_differentiable(*max_logits)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads):
-        if grads[0] is None and grads[1] is None:
+    def backward(ctx, grad_out, grad_lse, *_):
+        if grad_out is None and grad_lse is None:
             return (None,) * len(ctx.needs_input_grad)
-        *grads, reads = _Backward(ctx, *grads).run()
+        *grads, reads = _Backward(ctx, grad_out, grad_lse).run()
         score_tensors = ctx.prepared.score_tensors
         of_scores = () if score_tensors is None else score_tensors.split_gradient(reads)
         return *grads, None, *of_scores
@@ -93,13 +96,13 @@ def _hooks_are_active() -> bool:
         return True
 
 
-Result = tuple[Tensor, Tensor, list[Call | None], list[list[Tensor]]]
+Results = tuple[Tensor, ...]  # out, lse and, if they are asked for, the maximum logits
 
 
 def _forward(
     prepared: Prepared, query: Tensor, key: Tensor, value: Tensor, shared: SharedForward | None
-) -> Result:
-    """(out, lse, call of each step or None, keys and values of each step if they are saved)"""
+) -> tuple[Results, list[Call | None], list[list[Tensor]]]:
+    """(results, call of each step or None, keys and values of each step if they are saved)"""
     steps, at_once = prepared.part.steps, not prepared.plan.fetches_again
     fetches = deque(Fetch(prepared, key, value, x) for x in (steps if at_once else steps[:1]))
     whole = _own_part(prepared, query, key, value)
@@ -107,7 +110,7 @@ def _forward(
         shared.attend(key, value)
     merges = prepared.plan.split == "keys"
     if whole is not None and merges and len(steps) + 1 > MAX_ROUNDED:
-        whole = whole[0].to(whole[1].dtype), whole[1]  # rounded once, not in every round
+        whole = whole[0].to(whole[1].dtype), *whole[1:]  # rounded once, not in every round
     calls, saved = [], []
     for number, step in enumerate(steps):
         fetched = fetches.popleft().wait()
@@ -122,48 +125,49 @@ def _forward(
             _put(whole, step, result, merges)
         del result  # not beside that of the next step
     assert whole is not None, "a row that nothing computes is in the own part"
-    return whole[0].to(query.dtype), whole[1], calls, saved
+    return (whole[0].to(query.dtype), *whole[1:]), calls, saved
 
 
-def _own_part(
-    prepared: Prepared, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """(out, lse) of own queries and keys; None if the result of the only step is the whole one."""
+def _own_part(prepared: Prepared, query: Tensor, key: Tensor, value: Tensor) -> Results | None:
+    """The results of own queries and keys; None if those of the only step are the whole ones."""
     if prepared.own is not None:
-        return prepared.own.forward(query, key, value)
+        return prepared.forward(prepared.own, query, key, value)
     if prepared.every_row_waits and len(prepared.part.steps) == 1:
         return None
-    wide = torch.promote_types(query.dtype, torch.float32)
-    shape = (*query.shape[:3], value.shape[3])
-    if prepared.every_row_waits:  # steps write every row
-        return query.new_empty(shape), query.new_empty(shape[:3], dtype=wide)
-    return query.new_zeros(shape), query.new_full(query.shape[:3], -math.inf, dtype=wide)
+    results = prepared.empty_results(query.new_empty(*query.shape[:3], value.shape[3]))
+    if not prepared.every_row_waits:  # else steps write every row
+        write_results_of_no_key(results)
+    return results
 
 
 def _fetched_part(
     prepared: Prepared, step: Step, fetched: Sequence[Tensor], query: Tensor
-) -> tuple[Call | None, tuple[Tensor, Tensor] | None]:
-    """(backward call of a step, (out, lse) of it); both None if no pair of the step attends."""
+) -> tuple[Call | None, Results | None]:
+    """(backward call of a step, its results); both None if no pair of the step attends."""
     if step.round.mask is None:
         return None, None
     here, (key, value) = _queries_of(query, step), fetched
     forward, backward = (
         prepared.call_of(step, here, key, value, backward=each) for each in (False, True)
     )
-    return backward, forward.forward(here, key, value)
+    return backward, prepared.forward(forward, here, key, value)
 
 
-def _put(
-    whole: tuple[Tensor, Tensor], step: Step, result: tuple[Tensor, Tensor], merges: bool
-) -> None:
-    """Writes the (out, lse) of a step into those of all own queries, or merges it with them."""
+def _put(whole: Results, step: Step, results: Results, merges: bool) -> None:
+    """Writes the results of a step into those of all own queries, or merges them."""
     each = step.round
-    out, lse = (x[:, step.heads.of(x.shape[1])] for x in whole)
-    if merges:
-        merge_in_place(out, lse, *result, each.attending, each.attending_at)
-    else:
-        copy_in_place(out, result[0], each.queries)
-        lse[:, :, each.queries] = result[1]
+    out, lse, *max_logits = (x[:, step.heads.of(x.shape[1])] for x in whole)
+    part_out, part_lse, *part_max_logits = results
+    if not merges:
+        copy_in_place(out, part_out, each.queries)
+        lse[:, :, each.queries] = part_lse
+        for total, part in zip(max_logits, part_max_logits, strict=True):
+            total[:, :, each.queries] = part
+        return
+    merge_in_place(out, lse, part_out, part_lse, each.attending, each.attending_at)
+    for total, part in zip(max_logits, part_max_logits, strict=True):
+        larger = torch.maximum(total[:, :, each.attending], part[:, :, each.attending_at])
+        total[:, :, each.attending] = larger
 
 
 def _queries_of(tensor: Tensor, step: Step) -> Tensor:

@@ -1,5 +1,6 @@
 """One call of context_parallel_attention on one rank: its checks, and the calls of its parts."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from torch.distributed import ProcessGroup
 from masks import BlockMask, DynamicMask, MaskBatch, full
 from masks.registry import Cache
 from sparseflash import arguments
-from sparseflash.dispatch.call import Call, Plan, Positions
+from sparseflash.dispatch.call import Call, Plan, Positions, empty_max_logits
 from sparseflash.dispatch.plan import find_plan, fixed_block_sizes
 from sparseflash.dispatch.spec import CallFacts
 from sparseflash.distributed.copies import TransportName, transport_of
@@ -92,7 +93,8 @@ class Prepared:
         """Changes if one of `facts` does, and is found in less time; without the seed."""
         tensors = (self.query, self.key, self.value)
         sizes = tuple((*x.shape[:2], x.shape[3], x.dtype, x.requires_grad) for x in tensors)
-        return self.plan.split, self.transport_name, sizes, *self.options.items()
+        chosen = (self.plan.split, self.transport_name, self.call_facts.max_logits)
+        return *chosen, sizes, *self.options.items()
 
     def facts(self, query: Tensor, key: Tensor) -> dict[str, Any]:
         """Properties of the call that must be equal on all ranks, by name."""
@@ -102,6 +104,7 @@ class Prepared:
             # A plan in place is another one for calls with these arguments.
             "split, which bias, key_lengths and mask choose,": self.plan.split,
             "transport": self.transport_name,
+            "return_max_logits": self.call_facts.max_logits,
             "batch, heads and head_dim of query": (*query.shape[:2], query.shape[3]),
             "heads of key": key.shape[1],
             "value_dim": self.value.shape[3],
@@ -111,6 +114,17 @@ class Prepared:
             # That of shared rows is summed over all ranks.
             "gradient of query": len(self.plan.shared) > 0 and arguments.requires_gradient(query),
         }
+
+    def forward(self, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """out, lse and, if they are asked for, the maximum logits of query, key and value."""
+        if not self.call_facts.max_logits:
+            return call.forward(*tensors)
+        max_logits = empty_max_logits(tensors[0])
+        return *replace(call, max_logits=max_logits).forward(*tensors), max_logits
+
+    def empty_results(self, out: Tensor) -> tuple[Tensor, ...]:
+        """Memory of the results of own queries: `out`, and what `forward` returns after it."""
+        return out, *(empty_max_logits(self.query) for _ in range(1 + self.call_facts.max_logits))
 
     def check_backend(self) -> None:
         """Raises BackendError if no backend can compute the call, before anything is exchanged."""
@@ -322,6 +336,13 @@ class Prepared:
         return found
 
 
+def write_results_of_no_key(results: Sequence[Tensor]) -> None:
+    """Writes out, lse and maximum logits of queries that attend no key."""
+    results[0].zero_()
+    for x in results[1:]:
+        x.fill_(-math.inf)
+
+
 def _with_columns(plan: Plan, order: Tensor) -> Plan:
     """The plan for key blocks that lie in another order."""
     return replace(plan, table=plan.table.with_columns(order), cache=Cache())
@@ -341,6 +362,7 @@ def prepare(
     score_tensors: Sequence[Tensor] | None,
     options: Mapping[str, Any],
     transport: TransportName = "auto",
+    max_logits: bool = False,
 ) -> Prepared:
     """Checks all arguments of a call.
 
@@ -384,7 +406,7 @@ def prepare(
     one_call = checked.dropout_p > 0 or of_head
     groups = 1 if one_call else plan.head_groups(key.shape[1])
     own_mask = plan.mask if mask is None else mask
-    facts = CallFacts.of(own_mask, key_lengths is not None, bias, False, score_tensors)
+    facts = CallFacts.of(own_mask, key_lengths is not None, bias, max_logits, score_tensors)
     prepared = Prepared(
         *(query, key, value, plan, plan.part(rank, query.device, groups), group, mask),
         lengths=arguments.lengths_in_range(key_lengths, plan.seq_len, query.device),

@@ -1,8 +1,8 @@
 """Shared rows: rows with so many blocks that each rank computes their attention to its own keys.
 
-The owner of a row sends its queries to all ranks. Each rank returns O and LSE over its own keys,
-and the owner merges them. In the backward pass the owner sends dO, O and LSE, and adds the dQ that
-all ranks return.
+The owner of a row sends its queries to all ranks. Each rank returns O, LSE and, if they are asked
+for, the maximum logits over its own keys, and the owner merges them. In the backward pass the
+owner sends dO, O and LSE, and adds the dQ that all ranks return.
 
 A call for few rows has few work tiles. So the own keys are divided into chunks, which are batch
 elements of the call: views of the same memory. The results of chunks are merged too.
@@ -38,20 +38,20 @@ class SharedForward:
         self.query, chunks = _of_all(self._rows, self._sent), self._prepared.chunks
         tensors = (repeated(self.query, chunks), *(in_chunks(x, chunks) for x in (key, value)))
         self.call = self._prepared.call_of_shared(*tensors)
-        out, lse = self.call.forward(*tensors)
+        out, *of_rows = self._prepared.forward(self.call, *tensors)
         if chunks > 1:
-            out, lse = merge_attention(out.split(1), lse.split(1))
-        results = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
-        self._answer = _to_owners(self._prepared, self._rows, results)
+            out, *of_rows = _merged(*(x.unsqueeze(1) for x in (out, *of_rows)))
+        packed = [out.to(of_rows[0].dtype), *(x.unsqueeze(-1) for x in of_rows)]
+        self._answer = _to_owners(self._prepared, self._rows, torch.cat(packed, -1))
 
-    def merge_into(self, out: Tensor, lse: Tensor) -> None:
-        """Merges the results of all ranks for own rows, and writes them into out and lse."""
+    def merge_into(self, results: Sequence[Tensor]) -> None:
+        """Merges the results of all ranks for own rows, and writes them into those of all rows."""
         assert self._answer is not None, "attend was not called"
         parts = _of_every_rank(self._rows, self._answer)
-        results = merge_attention(parts[..., :-1].unbind(), parts[..., -1].unbind())
-        out[:, :, self._rows.own], lse[:, :, self._rows.own] = (
-            x.to(like.dtype) for x, like in zip(results, (out, lse), strict=True)
-        )
+        dims = results[0].shape[3]
+        merged = _merged(parts[..., :dims], *parts[..., dims:].unbind(-1))
+        for x, own in zip(results, merged, strict=True):
+            x[:, :, self._rows.own] = own.to(x.dtype)
 
 
 class SharedBackward:
@@ -135,6 +135,12 @@ class SharedBackward:
             return [slice(None) if chunks == 1 else slice(0, chunks)]
         each = chunks // PARTS
         return [slice(begin, begin + each) for begin in range(0, chunks, each)]
+
+
+def _merged(outs: Tensor, lses: Tensor, *max_logits: Tensor) -> tuple[Tensor, ...]:
+    """The results over all keys of results over some keys, which are the first dim."""
+    merged = merge_attention(outs.unbind(), lses.unbind())
+    return *merged, *(x.amax(0) for x in max_logits)
 
 
 def _column(tensor: Tensor) -> Tensor:

@@ -79,8 +79,8 @@ def errors_of_simulated_kernels(
     shapes = [(1, heads, length, 64) for heads in (2, kv_heads, kv_heads, 2)]
     *tensors, grad_out = (torch.randn(x, generator=generator).bfloat16() for x in shapes)
     whole = [x.double().requires_grad_() for x in tensors]
-    out = sparseflash.attention(*whole, mask)
-    expected = (out.detach(), *torch.autograd.grad(out, whole, grad_out.double()))
+    out, most = sparseflash.attention(*whole, mask, return_max_logits=True)
+    expected = (out.detach(), most, *torch.autograd.grad(out, whole, grad_out.double()))
     own = [plan.shard(x, rank, 2) for x in tensors]
     own = [(x.mT.contiguous().mT if strided else x).requires_grad_() for x in own]
     with (
@@ -89,10 +89,12 @@ def errors_of_simulated_kernels(
         # Keys of global tokens are heavy, and rows and keys are divided into chunks.
         mock.patch.multiple(part, HEAVY_BLOCKS=3, CHUNK_BLOCKS=2),
     ):
-        own_out = context_parallel_attention(*own, plan, backend="hopper")
+        options = {"backend": "hopper", "return_max_logits": True}
+        own_out, own_most = context_parallel_attention(*own, plan, **options)
         grads = torch.autograd.grad(own_out, own, plan.shard(grad_out, rank, 2))
-    found = [gather(x, plan, 2).double() for x in (own_out.detach(), *grads)]
-    names = ("out", "query", "key", "value")
+    found = [gather(x, plan, 2).double() for x in (own_out.detach(), own_most, *grads)]
+    names = ("out", "maximum logits", "query", "key", "value")
     pairs = zip(found, expected, strict=True)
-    gaps = [difference(*pair) / float(pair[1].abs().max()) for pair in pairs]
+    sizes = [x.masked_fill(x.isinf(), 0).abs().max() for x in expected]
+    gaps = [difference(*pair) / float(size) for pair, size in zip(pairs, sizes, strict=True)]
     return dict(zip(names, gaps, strict=True))

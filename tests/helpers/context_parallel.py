@@ -69,14 +69,20 @@ def errors_in_place(
 
 
 def errors_in_groups(
-    rank: int, mask_name: str, strategy: str, shared_rows: tuple[int, ...], groups: int, batch: int
+    rank: int,
+    mask_name: str,
+    strategy: str,
+    shared_rows: tuple[int, ...],
+    groups: int,
+    batch: int,
+    extras: dict[str, Any],
 ) -> tuple[dict[str, float], int, int]:
     """`errors_in_place` if no rank receives more bytes at a time than those of so many groups of
     heads; and the number of groups that the plan needs.
     """
     given = tuple(x[:batch] for x in inputs(torch.float64, DIMS, WHOLE))
     plan = plan_in_groups(mask_name, strategy, shared_rows, groups)
-    return *_errors_in_place(rank, plan, given, {}), plan.least_head_groups
+    return *_errors_in_place(rank, plan, given, extras), plan.least_head_groups
 
 
 def _errors_in_place(
@@ -107,14 +113,16 @@ def errors_of_a_rank_that_attends_nothing(
     return errors_of_call(rank, plan, (mask, None), inputs(torch.float64, DIMS, WHOLE), {})
 
 
-def errors_with_filled_memory(rank: int, mask_name: str, split: str) -> dict[str, float]:
+def errors_with_filled_memory(
+    rank: int, mask_name: str, split: str, extras: dict[str, Any]
+) -> dict[str, float]:
     """`errors` where memory that is not written holds NaN. All rows of a butterfly wait."""
     torch.use_deterministic_algorithms(True)  # then torch.empty fills memory
     try:
         if mask_name == "butterfly" and split in ("rows", "keys"):
             plan = make_plan(mask_of(mask_name), dist.get_world_size(), "contiguous", split=split)
             assert (plan.part(rank).mask is None) == (split == "rows")
-        return errors(rank, mask_name, "contiguous", split, {})
+        return errors(rank, mask_name, "contiguous", split, extras)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -159,7 +167,7 @@ def errors_with_unwritten_rows(
         return errors(rank, mask_name, "shuffled", split, {}), unwritten
 
 
-def errors_of_chunks(rank: int, pattern: str) -> dict[str, float]:
+def errors_of_chunks(rank: int, pattern: str, extras: dict[str, Any]) -> dict[str, float]:
     """`errors` where the attention of shared rows to own keys is divided into chunks.
 
     Chunks have one mask if all keys are global, else a mask each.
@@ -174,7 +182,7 @@ def errors_of_chunks(rank: int, pattern: str) -> dict[str, float]:
     assert shared is not None
     assert shared.chunks == length // BLOCK // ranks // 2
     tensors = tuple(x[:1] for x in inputs(torch.float64, 16, length))
-    return errors_of_call(rank, plan, (mask, None), tensors, {})
+    return errors_of_call(rank, plan, (mask, None), tensors, extras)
 
 
 def errors_of_heavy_keys(
@@ -256,7 +264,8 @@ def errors_of_call(
     whole = [x.clone().requires_grad_() for x in tensors]
     whole_shared = {name: x.clone().requires_grad_() for name, x in shared.items()}
     read = _reads(whole_shared)
-    out, lse = sparseflash.attention(*whole, used[0], return_lse=True, **read, **extras)
+    results = sparseflash.attention(*whole, used[0], return_lse=True, **read, **extras)
+    out, lse, *max_logits = results
     grad_lse = grad_lse * lse.isfinite()
     torch.autograd.backward([out, lse], [grad_out, grad_lse.to(lse.dtype)])
 
@@ -266,13 +275,16 @@ def errors_of_call(
     call = {**_reads(own_shared), **extras, "mask": used[1]}
     if kernels:
         call["backend"] = "triton"
-    own_out, own_lse = context_parallel_attention(*own, plan, return_lse=True, **call)
+    own_results = context_parallel_attention(*own, plan, return_lse=True, **call)
+    own_out, own_lse, *own_max_logits = own_results
     own_grads = (plan.shard(grad_out, rank, 2), plan.shard(grad_lse, rank, 2))
     own_grads = [x.to(y.dtype) for x, y in zip(own_grads, (own_out, own_lse), strict=True)]
     torch.autograd.backward([own_out, own_lse], own_grads)
 
     found = {"out": (gather(own_out.detach(), plan, 2), out)}
     found["lse"] = (gather(own_lse.detach(), plan, 2), lse)
+    for mine, one in zip(own_max_logits, max_logits, strict=True):
+        found["maximum logits"] = (gather(mine, plan, 2), one)
     for name, mine, one in zip(("query", "key", "value"), own, whole, strict=True):
         found[name] = (gather(mine.grad, plan, 2), one.grad)
     for name, mine in own_shared.items():
@@ -336,6 +348,8 @@ def fuzzed(rank: int, seed: int) -> dict[str, float]:
     extras = {name: value for name, value in every.items() if rng.random() < 0.4}
     if rng.random() < 0.5:
         extras |= {"dropout_p": 0.3, "seed": rng.randrange(2**40)}
+    if rng.random() < 0.3:
+        extras["return_max_logits"] = True
     shapes = [(batch, n, length, dims) for n in (heads, kv_heads)]
     value_dim = rng.choice((dims, 16))
     shapes += [(batch, n, length, value_dim) for n in (kv_heads, heads)]
@@ -377,18 +391,21 @@ def errors_with_shared_heads(rank: int, split: str, extras: dict[str, Any]) -> d
     plan = plan_of(mask, mesh.get_group(0).size(), "zigzag", split)
     *tensors, grad_out, grad_lse = inputs(torch.float64)
     whole = [x.clone().requires_grad_() for x in tensors]
-    out, lse = sparseflash.attention(*whole, mask, return_lse=True, **extras)
+    out, lse, *max_logits = sparseflash.attention(*whole, mask, return_lse=True, **extras)
     torch.autograd.backward([out, lse], [grad_out, grad_lse])
 
     def mine(x: Tensor) -> Tensor:
         return plan.shard(x, rank // 2, 2).tensor_split(2, 2)[rank % 2].contiguous()
 
     own = [mine(x).requires_grad_() for x in tensors]
-    own_out, own_lse = context_parallel_attention(
+    own_out, own_lse, *own_max_logits = context_parallel_attention(
         *own, plan, group=mesh, return_lse=True, **extras
     )
     torch.autograd.backward([own_out, own_lse], [mine(grad_out), mine(grad_lse)])
     found = {"out": (own_out, mine(out)), "lse": (own_lse, mine(lse))}
+    for own_max, one in zip(own_max_logits, max_logits, strict=True):
+        assert not own_max.requires_grad
+        found["maximum logits"] = (own_max, mine(one))
     for name, shard, one in zip(("query", "key", "value"), own, whole, strict=True):
         found[name] = (shard.grad, mine(one.grad))
     return {name: difference(*pair) for name, pair in found.items()}

@@ -70,12 +70,14 @@ def refused(rank: int, what: str) -> str:
     if what == "gradient of key":  # and rank 1 needs that of value
         own[1 + wrong].requires_grad_()
     softcap = 5.0 if "options" in what and wrong else None
-    dropout = {"dropout_p": 0.5, "seed": rank} if what == "seed" else {}
+    extras: dict[str, Any] = {"dropout_p": 0.5, "seed": rank} if what == "seed" else {}
+    if what == "max logits":
+        extras["return_max_logits"] = wrong
     check = None if what == "options of a later call" else what != "unchecked"
     try:
         if check is None:
             context_parallel_attention(*own, plan)
-        context_parallel_attention(*own, plan, softcap=softcap, check=check, **dropout)
+        context_parallel_attention(*own, plan, softcap=softcap, check=check, **extras)
     except (ValueError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

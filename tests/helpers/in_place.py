@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -25,16 +26,23 @@ def forward(call: Call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     """(out, lse) of one call; see sparseflash.backends.base."""
     if call.more is not None:
         key, value = _joined(call.more, key, value)
+    results, max_logits = call.results, call.max_logits
+    if results is None:
+        return unattended.forward(call, query, key, value)
+    written = results
+    if max_logits is not None:
+        written = (*results, max_logits)
+        call = replace(call, max_logits=torch.empty_like(max_logits))
     found = unattended.forward(call, query, key, value)
-    if call.results is None:
-        return found
+    if call.max_logits is not None:
+        found = (*found, call.max_logits)
     rows = call.table.by_query.without_empty_rows.schedule[0].long().sort().values
     side, q_len = call.table.block_size[0], query.shape[2]
     tokens = (rows.unsqueeze(1) * side + torch.arange(side)).flatten()
     tokens = tokens[tokens < q_len]
-    for result, each in zip(call.results, found, strict=True):
+    for result, each in zip(written, found, strict=True):
         result[:, :, tokens] = each[:, :, tokens]
-    return call.results
+    return results
 
 
 def backward(

@@ -23,6 +23,7 @@ from tests.helpers import context_refusals as refusals
 from tests.helpers.ranks import Ranks
 
 EXACT = 1e-12
+MAX_LOGITS = {"return_max_logits": True}
 MASKS = (
     *("causal", "window and sink", "random", "empty rows", "global tokens", "documents"),
     *("head masks", "key head masks", "butterfly", "dense", "nothing"),
@@ -74,7 +75,8 @@ def test_same_as_one_process(ranks, mask, strategy, split):
 @pytest.mark.parametrize("split", ["rows", "keys", "rounds", "shared rows"])
 def test_every_result_and_gradient_is_written(ranks, split):
     for mask in ("butterfly", "empty rows", "documents", "nothing"):
-        check_exact(ranks.run(cases.errors_with_filled_memory, mask, split))
+        for extras in ({}, MAX_LOGITS):
+            check_exact(ranks.run(cases.errors_with_filled_memory, mask, split, extras))
 
 
 @pytest.mark.parametrize("strategy", ["contiguous", "shuffled", "auto"])
@@ -95,7 +97,9 @@ def test_rows_in_place_in_groups_of_heads(ranks, strategy, shared):
     needed = set()
     for mask in ("butterfly", "causal", "empty rows", "global tokens", "nothing"):
         for groups, batch in ((2, 1), (3, 1), (2, 2)):
-            answers = ranks.run(cases.errors_in_groups, mask, strategy, shared, groups, batch)
+            extras = MAX_LOGITS if mask in ("butterfly", "empty rows") else {}
+            case = (mask, strategy, shared, groups, batch, extras)
+            answers = ranks.run(cases.errors_in_groups, *case)
             check_exact([errors for errors, _, _ in answers])
             for _, computed, least in answers:
                 assert computed == (least == 1 or (least == 2 and batch == 1))
@@ -143,6 +147,7 @@ EXTRAS_IN_PLACE = {
     "soft cap": {"softcap": 2.0, "scale": 0.7},
     "value dim": {"value_dim": 16},
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0]).double()},
+    "maximum logits": MAX_LOGITS,
 }
 EXTRAS_BY_ROWS = {
     "dropout": {"dropout_p": 0.3, "seed": 2**40 + 5},
@@ -198,9 +203,10 @@ def test_a_result_that_was_not_written_is_an_error():
             calls.difference(torch.tensor(found), expected)
 
 
+@pytest.mark.parametrize("extras", [{}, MAX_LOGITS], ids=["plain", "maximum logits"])
 @pytest.mark.parametrize("pattern", ["equal", "different"])
-def test_keys_of_shared_rows_are_divided_into_chunks(ranks, pattern):
-    check_exact(ranks.run(cases.errors_of_chunks, pattern))
+def test_keys_of_shared_rows_are_divided_into_chunks(ranks, pattern, extras):
+    check_exact(ranks.run(cases.errors_of_chunks, pattern, extras))
 
 
 EXTRAS = {
@@ -212,6 +218,16 @@ EXTRAS = {
     "value dim": {"value_dim": 16, "bias": torch.ones(1, 2 * calls.LENGTH - 1).double()},
     "score tensors": {"reads": True},
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0]).double()},
+    "maximum logits": MAX_LOGITS,
+    "maximum logits of all": MAX_LOGITS
+    | {
+        "key_lengths": torch.tensor([calls.LENGTH, 37]),
+        "softcap": 2.0,
+        "bias": torch.linspace(-1, 1, 2 * calls.LENGTH - 1).double().view(1, -1),
+        "sinks": torch.tensor([0.5, -1.0, 0.0, 20.0]).double(),
+        "dropout_p": 0.3,
+        "seed": 3,
+    },
 }
 
 
@@ -220,6 +236,27 @@ EXTRAS = {
 def test_every_semantic_of_attention_is_that_of_the_whole_sequence(two_ranks, extra, split):
     for mask in ("global tokens", "head masks"):
         check_exact(two_ranks.run(cases.errors, mask, "shuffled", split, extra))
+
+
+@pytest.mark.parametrize("split", ["rows", "keys", "rounds", "shared rows"])
+def test_maximum_logits_are_those_of_the_whole_sequence(ranks, split):
+    for mask in MASKS:
+        check_exact(ranks.run(cases.errors, mask, "shuffled", split, MAX_LOGITS))
+
+
+def test_results_are_returned_as_in_one_process():
+    mask = masks.causal()(100, 16)
+    plan, tensors = make_plan(mask, 1), torch.randn(3, 1, 2, 100, 8).requires_grad_().unbind()
+    for extras in ({}, {"return_lse": True}, MAX_LOGITS, {"return_lse": True, **MAX_LOGITS}):
+        found = context_parallel_attention(*tensors, plan, **extras)
+        expected = sparseflash.attention(*tensors, mask, **extras)
+        assert isinstance(found, tuple) == isinstance(expected, tuple)
+        if isinstance(found, torch.Tensor):
+            found, expected = (found,), (expected,)
+        assert len(found) == len(expected)
+        for mine, one in zip(found, expected, strict=True):
+            assert torch.equal(mine, one)
+            assert (mine.dtype, mine.requires_grad) == (one.dtype, one.requires_grad)
 
 
 def test_single_precision_is_merged_within_rounding(two_ranks):
@@ -258,7 +295,9 @@ def test_tables_of_selected_blocks_are_made_once(two_ranks, split):
 
 
 @pytest.mark.parametrize(
-    "extra", [{}, EXTRAS["bias"], EXTRAS["sinks"]], ids=["plain", "bias", "sinks"]
+    "extra",
+    [{}, EXTRAS["bias"], EXTRAS["sinks"] | MAX_LOGITS],
+    ids=["plain", "bias", "sinks, maximum logits"],
 )
 @pytest.mark.parametrize("split", ["rows", "rounds"])
 def test_heads_over_some_ranks_and_the_sequence_over_the_others(four_ranks, split, extra):
@@ -359,6 +398,7 @@ def test_gradients_keep_little_more_than_their_own_memory(ranks):
         ("mask", "ValueError: plan must be equal on all ranks, got ContextPlan"),
         ("dtype", "ValueError: dtype must be equal on all ranks, got torch.float64 on rank 0 and"),
         ("options", "ValueError: options must be equal on all ranks"),
+        ("max logits", "ValueError: return_max_logits must be equal on all ranks, got False on"),
         ("seed", "ValueError: seed must be equal on all ranks, got 0 on rank 0 and 1 on rank 1"),
         (
             "gradient of query",

@@ -57,7 +57,8 @@ def test_same_as_one_process(ranks, mask, strategy, split):
 @pytest.mark.parametrize("groups", [1, 2])
 def test_in_place(ranks, groups):
     for mask in ("butterfly", "causal", "global tokens"):
-        answers = ranks.run(with_copies, cases.errors_in_groups, mask, "shuffled", (), groups, 1)
+        case = (cases.errors_in_groups, mask, "shuffled", (), groups, 1, {})
+        answers = ranks.run(with_copies, *case)
         check_exact([errors for errors, *_ in answers])
 
 
