@@ -27,11 +27,14 @@ class SparseProcessor:
         backend: As in sparseflash.attention.
 
     Raises:
-        TypeError: `pattern` is not a Pattern or text.
-        ValueError: `processor` is a module with weights.
+        TypeError: `pattern` is not a Pattern or text, or `processor` cannot be called.
+        ValueError: `processor` is a module with weights. A call of a processor that does not call
+            torch's attention also raises it.
     """
 
     def __init__(self, processor: Callable, pattern: Pattern | str, *, backend: str = "auto"):
+        if not callable(processor):
+            raise TypeError(f"processor must be callable, got {type(processor).__name__}")
         if isinstance(processor, nn.Module):
             raise ValueError(
                 f"processor must have no weights of its own, got {type(processor).__name__}"
@@ -46,8 +49,16 @@ class SparseProcessor:
         self.__dict__["__call__"] = call
 
     def __call__(self, *arguments: Any, **options: Any):
-        with replace_sdpa(self.pattern, backend=self.backend):
-            return self.processor(*arguments, **options)
+        mode = replace_sdpa(self.pattern, backend=self.backend)
+        with mode:
+            result = self.processor(*arguments, **options)
+        if not mode.saw_attention:  # the result is that of dense attention
+            raise ValueError(
+                "processor must call torch's scaled_dot_product_attention, which "
+                f"{type(self.processor).__name__} did not: diffusers has processors that call it, "
+                'such as AttnProcessor2_0, and models with model.set_attention_backend("native")'
+            )
+        return result
 
     def __getattr__(self, name: str):
         if name == "processor":  # of a copy that is being made
@@ -56,7 +67,7 @@ class SparseProcessor:
 
 
 def sparsify(
-    model: Any,
+    model: nn.Module,
     pattern: Pattern | str,
     *,
     processors: Callable[[str], bool] = lambda name: True,
@@ -67,25 +78,56 @@ def sparsify(
     Attention with as many keys as queries counts as self-attention.
 
     Args:
-        model: A model with attn_processors and set_attn_processor, such as pipe.transformer.
+        model: A model whose attention layers have get_processor and set_processor, such as
+            pipe.transformer.
         pattern: A Pattern, or its text as masks.parse reads it.
-        processors: A predicate that selects processors by their name in model.attn_processors.
+        processors: A predicate that selects processors by their name: that of their attention
+            layer in the model, and ".processor", as in model.attn_processors.
         backend: As in sparseflash.attention.
 
     Returns:
         The model, changed in place.
 
     Raises:
-        TypeError: `pattern` is not a Pattern or text.
-        ValueError: No processor is selected, or one is a module with weights.
+        TypeError: `model` is not a module, `pattern` is not a Pattern or text, or `processors` is
+            not a function.
+        ValueError: The model has no processors, none is selected, or one is a module with weights.
+            Nothing is changed then.
     """
-    pattern = as_pattern(pattern)
-    all_processors = dict(model.attn_processors)
-    chosen = {name: processor for name, processor in all_processors.items() if processors(name)}
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            "model must be a model of diffusers, such as pipe.transformer or pipe.unet, got "
+            f"{type(model).__name__}"
+        )
+    if not callable(processors):
+        raise TypeError(
+            "processors must be a function of the name of a processor, got "
+            f"{type(processors).__name__}"
+        )
+    pattern, layers = as_pattern(pattern), _attention_layers(model)
+    if not layers:
+        raise ValueError(
+            f"model must have attention layers of diffusers, got none in {type(model).__name__}"
+        )
+    chosen = {layer: layer.get_processor() for name, layer in layers.items() if processors(name)}
     if not chosen:
-        raise ValueError(f"processors must select at least one of {list(all_processors)}")
-    for name, processor in chosen.items():
-        wrapped = processor.processor if isinstance(processor, SparseProcessor) else processor
-        all_processors[name] = SparseProcessor(wrapped, pattern, backend=backend)
-    model.set_attn_processor(all_processors)
+        raise ValueError(f"processors must select at least one of {list(layers)}")
+    sparse = {}
+    for layer, processor in chosen.items():
+        dense = processor.processor if isinstance(processor, SparseProcessor) else processor
+        sparse[layer] = SparseProcessor(dense, pattern, backend=backend)
+    for layer, processor in sparse.items():
+        layer.set_processor(processor)
     return model
+
+
+def _attention_layers(model: nn.Module) -> dict[str, Any]:
+    """The attention layers by the names of their processors.
+
+    Not from model.attn_processors, which some models lack that have such layers.
+    """
+    return {
+        f"{name}.processor": module
+        for name, module in model.named_modules()
+        if hasattr(module, "get_processor") and hasattr(module, "set_processor")
+    }

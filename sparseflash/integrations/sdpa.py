@@ -14,11 +14,19 @@ from sparseflash._attention import attention
 
 
 class SdpaMode(TorchFunctionMode):
-    """A context in which `_attend` replaces torch's scaled_dot_product_attention."""
+    """A context in which `_attend` replaces torch's scaled_dot_product_attention.
+
+    Attributes:
+        saw_attention: Whether torch's function was called in the context.
+    """
+
+    saw_attention = False
 
     def __torch_function__(self, func, types, args=(), kwargs: dict[str, Any] | None = None):
-        attend = self._attend if func is scaled_dot_product_attention else func
-        return attend(*args, **(kwargs or {}))
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.saw_attention = True
+        return self._attend(*args, **(kwargs or {}))
 
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
         """scaled_dot_product_attention; its arguments are torch's."""

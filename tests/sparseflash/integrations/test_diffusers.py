@@ -39,6 +39,12 @@ class Attention(nn.Module):
         self.heads, self.processor = heads, Processor()
         self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(3))
 
+    def get_processor(self):
+        return self.processor
+
+    def set_processor(self, processor):
+        self.processor = processor
+
     def forward(self, x, context=None, **options):
         known = inspect.signature(self.processor.__call__).parameters
         options = {name: value for name, value in options.items() if name in known}
@@ -49,14 +55,6 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.attn1, self.attn2 = Attention(), Attention()
-
-    @property
-    def attn_processors(self):
-        return {f"{n}.processor": getattr(self, n).processor for n in ("attn1", "attn2")}
-
-    def set_attn_processor(self, processors):
-        for name, processor in processors.items():
-            self.get_submodule(name.removesuffix(".processor")).processor = processor
 
     def forward(self, x, context, **options):
         x = self.attn1(x, **options)
@@ -104,3 +102,45 @@ def test_what_cannot_be_sparse_is_refused():
         diffusers.sparsify(Model(), 3)
     with pytest.raises(ValueError, match="must have no weights of its own, got Identity"):
         diffusers.SparseProcessor(nn.Identity(), PATTERN)
+    with pytest.raises(TypeError, match="processor must be callable, got str"):
+        diffusers.SparseProcessor("attn1", PATTERN)
+    with pytest.raises(TypeError, match=r"model must be .* such as pipe.transformer .* got dict"):
+        diffusers.sparsify({}, PATTERN)
+    with pytest.raises(ValueError, match="layers of diffusers, got none in Linear"):
+        diffusers.sparsify(nn.Linear(2, 2), PATTERN)
+    with pytest.raises(TypeError, match="must be a function of the name of a processor, got list"):
+        diffusers.sparsify(Model(), PATTERN, processors=["attn1.processor"])
+
+
+def test_a_model_of_which_one_processor_is_refused_is_unchanged():
+    model = Model()
+    model.attn2.processor = nn.Identity()
+    with pytest.raises(ValueError, match="must have no weights"):
+        diffusers.sparsify(model, PATTERN)
+    assert isinstance(model.attn1.processor, Processor)
+
+
+class WithoutTorchsAttention(Processor):
+    """Like AttnProcessor of diffusers, or any processor with another attention backend."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None):
+        return hidden_states.softmax(-1)
+
+
+def test_a_processor_without_torchs_attention_is_refused_in_its_first_call():
+    model = Model()
+    model.attn2.processor = WithoutTorchsAttention()
+    model = diffusers.sparsify(model, PATTERN)
+    with pytest.raises(ValueError, match="attention, which WithoutTorchsAttention did not"):
+        model(torch.randn(2, 30, 16), torch.randn(2, 7, 16))
+
+
+@torch.no_grad()
+def test_a_compiled_model_attends_by_the_pattern_and_refuses_the_same():
+    model, x = diffusers.sparsify(Attention(), PATTERN), torch.randn(2, 30, 16)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(x), model(x))
+    torch.testing.assert_close(compiled(x), model(x))
+    model.processor.processor = WithoutTorchsAttention()
+    with pytest.raises(ValueError, match="attention, which WithoutTorchsAttention did not"):
+        compiled(x)
