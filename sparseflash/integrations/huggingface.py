@@ -49,6 +49,10 @@ def register(
     the model's own mask is neither causal nor full (a sliding window, packed sequences), it is
     evaluated pair by pair for every batch.
 
+    The pattern does not apply to cross-attention, in which a decoder attends to the tokens of an
+    encoder. Attention that is not causal counts as cross-attention if the numbers of queries and
+    keys differ, or if its module says so.
+
     In a step of generation with a cache the pattern is compiled at the next power of two of the
     length, so that many steps share a mask. This matters only for patterns that depend on the
     length, such as random ones.
@@ -173,11 +177,13 @@ class LayerMasks:
     Attributes:
         of_layers: The masks.
         is_whole: Whether queries and keys are whole sequences.
+        of_cross_attention: The mask of cross-attention; None if the layers cannot have any.
         ndim: As of a mask tensor (batch, heads, queries, keys).
     """
 
     of_layers: tuple[BatchMask, ...]
     is_whole: bool
+    of_cross_attention: BatchMask | None = None
     ndim: int = 4
 
     def contiguous(self) -> "LayerMasks":
@@ -206,10 +212,18 @@ def _masks_of_batch(
     if isinstance(attention_mask, LayerMasks):
         return attention_mask
     span = Span(int(q_offset), q_length, kv_offset, kv_length)
-    patterns = _patterns_of(patterns, config, mask_function is causal_mask_function)
+    bidirectional = mask_function is bidirectional_mask_function
+    if bidirectional and q_length != kv_length:  # cross-attention
+        patterns = (masks.full(),)
+    else:
+        patterns = _patterns_of(patterns, config, mask_function is causal_mask_function)
     batch_arguments = (batch_size, span, mask_function, attention_mask, torch.device(device))
     batch_masks = {own: _mask_of_batch(own, *batch_arguments) for own in dict.fromkeys(patterns)}
-    return LayerMasks(tuple(batch_masks[own] for own in patterns), span.is_whole)
+    # With as many keys as queries only the module knows whether it is cross-attention.
+    has_encoder = getattr(config, "is_encoder_decoder", False)
+    may_cross = bidirectional and (has_encoder or getattr(config, "add_cross_attention", False))
+    cross = _mask_of_batch(masks.full(), *batch_arguments) if may_cross else None
+    return LayerMasks(tuple(batch_masks[own] for own in patterns), span.is_whole, cross)
 
 
 def _mask_of_batch(
@@ -268,17 +282,30 @@ def _attend(
     )
     if attention_mask is None:
         causal = options.get("is_causal", getattr(module, "is_causal", False))
-        own = _patterns_of(patterns, getattr(module, "config", None), causal)
+        if not causal and (query.shape[2] != key.shape[2] or _is_cross_attention(module)):
+            own = (masks.full(),)
+        else:
+            own = _patterns_of(patterns, getattr(module, "config", None), causal)
         out = call(query, key, value, _of_layer(own, module))
     elif isinstance(attention_mask, LayerMasks):
         # A step of generation has masks of its own: a graph would be compiled for every step.
         attend = _attend_batch if attention_mask.is_whole else outside_of_graphs(_attend_batch)
-        out = attend(call, query, key, value, _of_layer(attention_mask.of_layers, module))
+        if attention_mask.of_cross_attention is not None and _is_cross_attention(module):
+            own = attention_mask.of_cross_attention
+        else:
+            own = _of_layer(attention_mask.of_layers, module)
+        out = attend(call, query, key, value, own)
     else:
         raise ValueError(
             f"attention_mask must be 2-dimensional or None, got {tuple(attention_mask.shape)}"
         )
     return rearrange(out, "b h n d -> b n h d").contiguous(), None
+
+
+def _is_cross_attention(module: nn.Module) -> bool:
+    """Whether a module that is not causal attends to tokens of an encoder, by what it says."""
+    says_so = getattr(module, "is_cross_attention", False) or getattr(module, "is_decoder", False)
+    return says_so or "CrossAttention" in type(module).__name__
 
 
 def _attend_batch(call: Callable, query: Tensor, key: Tensor, value: Tensor, batch: BatchMask):

@@ -236,6 +236,66 @@ def test_a_sliding_window_of_the_model():
     compare_generated(model, tokens(batch=2, length=20))
 
 
+def bart():
+    sides = {f"{side}_{x}": n for side in ("encoder", "decoder") for x, n in HALF.items()}
+    config = transformers.BartConfig(d_model=32, max_position_embeddings=64, **sides, **SIZES)
+    return transformers.BartForConditionalGeneration(config).to(DEVICE)
+
+
+def bert_decoder():
+    own = {"is_decoder": True, "add_cross_attention": True}
+    config = transformers.BertConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        **SIZES,
+        **own,
+    )
+    return transformers.BertLMHeadModel(config).to(DEVICE)
+
+
+HALF = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+# What gives a decoder the tokens of an encoder, and its own.
+DECODERS = {
+    "bart": (
+        bart,
+        lambda encoded, allowed, ids: {
+            "encoder_outputs": (encoded,), "attention_mask": allowed, "decoder_input_ids": ids
+        },
+    ),
+    "gpt2": (
+        partial(gpt2, add_cross_attention=True),
+        lambda encoded, allowed, ids: {
+            "encoder_hidden_states": encoded, "encoder_attention_mask": allowed, "input_ids": ids
+        },
+    ),
+    "bert": (
+        bert_decoder,
+        lambda encoded, allowed, ids: {
+            "encoder_hidden_states": encoded, "encoder_attention_mask": allowed, "input_ids": ids
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [11, 40])
+@pytest.mark.parametrize("name", DECODERS)
+def test_cross_attention_has_no_pattern(name, length):
+    """`causal` changes nothing in a decoder but its cross-attention, also with as many keys."""
+    make, inputs = DECODERS[name]
+    model, ids, encoded = make().eval(), tokens(3, length), torch.randn(3, 40, 32, device=DEVICE)
+    for allowed in (None, padded([40, 33, 7], side="left")):
+        given = inputs(encoded, allowed, ids)
+        model.set_attn_implementation("sdpa")
+        expected = model(**given).logits
+        sparseflash.sparsify(model, "causal()")
+        torch.testing.assert_close(model(**given).logits, expected, atol=2e-5, rtol=1e-4)
+        cache = model(**inputs(encoded, allowed, ids[:, :-1]), use_cache=True)[CACHE]
+        step = model(**inputs(encoded, allowed, ids[:, -1:]), **{CACHE: cache}).logits
+        torch.testing.assert_close(step[:, 0], expected[:, -1], atol=2e-5, rtol=1e-4)
+
+
 def test_the_configuration_records_the_pattern():
     pattern = masks.local(5) | masks.strided(2)
     huggingface.register(None, "blocksparse_recorded")
