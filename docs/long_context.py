@@ -10,6 +10,11 @@ WEAK_SCALING = {
     GROUPED: "Weak scaling, 131,072 tokens a GPU, 16 heads, 4 of keys",
     WEAK: "Weak scaling, 131,072 tokens a GPU, 16 heads",
 }
+LONGER = {  # weak scaling with more tokens, on the GPUs on which it was measured
+    "long-context-weak-512k-2": "Weak scaling, 524,288 tokens a GPU, 16 heads",
+    "long-context-weak-512k-16-4-heads-2": "Weak scaling, 524,288 tokens a GPU, 16 heads, 4 of keys",
+    "long-context-weak-1m-16-4-heads-2": "Weak scaling, 1,048,576 tokens a GPU, 16 heads, 4 of keys",
+}
 STRONG_SCALING = {
     "long-context-strong-2m-16-4-heads-2": (
         "Strong scaling, 2,097,152 tokens, 16 heads, 4 of keys"
@@ -71,6 +76,9 @@ def long_context(record: dict) -> str:
         parts += [f"**{WEAK_SCALING[name]}**", scaling(each["rows"]), limited(each["rows"])]
         parts += each["others"]
         parts += [measured(each)] * (name != WEAK)  # the caller adds that of WEAK, the last
+    for name, title in LONGER.items():
+        if (each := runs(name, device)) is not None:
+            parts += [f"**{title}**", scaling(each["rows"]), limited(each["rows"]), measured(each)]
     title = f"Weak scaling on two GPUs, {record['environment']['device']}"
     parts.append(picture(record["stem"], title))
     return "\n\n".join(filter(None, parts))
