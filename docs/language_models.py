@@ -1,6 +1,7 @@
 """Table 4 on docs/paper.md: language models with longer contexts."""
 
 import re
+from itertools import groupby
 
 from records import NOTHING, ROOT, latest, load_each, measured, paragraphs, picture, ratio
 
@@ -36,7 +37,7 @@ def language_model(name: str) -> str:
                 label,
                 contexts_of(run),
                 f"{run['parameters'] / 1e6:.0f}M",
-                "; ".join(f"`{text}`" for text in run["model"]["attention"]).replace("|", "\\|"),
+                attention_of(run),
                 f"{run['trained'] * run['step_bytes'] / 1e6:,.0f}",
                 f"{loss:.4f}",
                 f"{run['curve'][-1]['by_position'][-1]:.4f}",
@@ -105,7 +106,7 @@ def long_step() -> str:
     dense = next(run for run in runs if is_dense(run))
     found = [
         [
-            "; ".join(f"`{text}`" for text in run["model"]["attention"]).replace("|", "\\|"),
+            attention_of(run),
             f"{run['model']['context']:,}",
             f"{run['parameters'] / 1e6:.0f}M",
             f"{run['step_bytes']:,.0f}",
@@ -120,6 +121,15 @@ def long_step() -> str:
     return paragraphs(
         ["**Training steps with 64K tokens of context**", table(head, found), measured(runs[0])]
     )
+
+
+def attention_of(run: dict) -> str:
+    """The attention of the layers, with equal heads counted."""
+    layers = []
+    for text in run["model"]["attention"]:
+        heads = [(head, len([*same])) for head, same in groupby(text.split("; "))]
+        layers.append(", ".join(f"{n} x `{head}`" if n > 1 else f"`{head}`" for head, n in heads))
+    return "; ".join(layers).replace("|", "\\|")
 
 
 def is_dense(run: dict) -> bool:

@@ -12,8 +12,12 @@ WEAK_SCALING = {
 }
 LONGER = {  # weak scaling with more tokens, on the GPUs on which it was measured
     "long-context-weak-512k-2": "Weak scaling, 524,288 tokens a GPU, 16 heads",
-    "long-context-weak-512k-16-4-heads-2": "Weak scaling, 524,288 tokens a GPU, 16 heads, 4 of keys",
-    "long-context-weak-1m-16-4-heads-2": "Weak scaling, 1,048,576 tokens a GPU, 16 heads, 4 of keys",
+    "long-context-weak-512k-16-4-heads-2": (
+        "Weak scaling, 524,288 tokens a GPU, 16 heads, 4 of keys"
+    ),
+    "long-context-weak-1m-16-4-heads-2": (
+        "Weak scaling, 1,048,576 tokens a GPU, 16 heads, 4 of keys"
+    ),
 }
 STRONG_SCALING = {
     "long-context-strong-2m-16-4-heads-2": (

@@ -265,10 +265,18 @@ def test_runs_of_table_4_on_two_gpus_are_compared_by_bits_per_byte_alone(paper, 
         paper.TABLES["language-models"]()
 
 
+def test_table_4_counts_equal_heads(paper):
+    attention_of = sys.modules["language_models"].attention_of
+    run = {"model": {"attention": ["full(); a | b; a | b", "a | b"]}}
+    assert attention_of(run) == r"`full()`, 2 x `a \| b`; `a \| b`"
+
+
 def test_table_4_says_which_runs_of_its_script_are_not_trained(paper, tmp_path):
     not_trained = sys.modules["language_models"].not_trained
     shown = not_trained("language-model-25m-warm-up", {"dense-1k": {}, "heads-16k": {}})
-    lacking = "dense-4k, dense-16k, wide-16k, narrow-16k, narrow-64k, dense-64k"
+    lacking = (
+        "dense-4k, dense-16k, wide-16k, mid-16k, narrow-16k, hybrid-16k, narrow-64k, dense-64k"
+    )
     assert shown == f"*Not trained yet: {lacking}.*"
     every = dict.fromkeys([*lacking.split(", "), "dense-1k", "heads-16k"])
     assert not_trained("language-model-25m-warm-up-tokens", every) == ""
