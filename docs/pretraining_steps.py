@@ -22,7 +22,7 @@ def training_steps(record: dict) -> str:
             of_sdpa[size_of(row), row["dropout"]] = row.get("tokens_per_second")
     for row, base in with_baselines(record["rows"]):
         line = [row["model"], f"{row['seq_len']:,}", f"`{row['attention']}`".replace("|", "\\|")]
-        line += [f"{row['dropout']:g}", f"{row['padding']:g}"]
+        line += [f"{row['dropout']:g}", f"{row['padding']:g}", f"{row['steps']}"]
         if "reason" in row:
             lines.append([*line, row["reason"], "", "", "", "", ""])
             continue
@@ -37,7 +37,7 @@ def training_steps(record: dict) -> str:
                 f"{row['loss'] - base['loss']:+.4f}" if "loss" in base else NOTHING,
             ]
         )
-    head = ["model", "tokens", "attention", "dropout", "padding", "tokens/s"]
+    head = ["model", "tokens", "attention", "dropout", "padding", "steps", "tokens/s"]
     head += ["speed-up", "over SDPA", "GiB", "loss", "loss difference"]
     title = f"**{record['rows'][0]['environment']['device']}**"
     shown = picture(record["stem"], "Throughput, and losses step by step")
@@ -54,11 +54,12 @@ def losses_apart(records: list[dict]) -> str:
     lines = []
     for one, two in pairs:
         line = [one["environment"]["device"], one["model"], f"{one['seq_len']:,}"]
+        line += [f"{one['steps']}"]
         line += [f"{one['dropout']:g}", f"`{one['attention']}`, `{two['attention']}`"]
         apart = [largest_difference(one, two, steps) for steps in (*FIRST_STEPS, None)]
         line += [f"{loss:.5f}" for loss in apart]
         lines.append([*line, f"{abs(one['loss'] - two['loss']):.4f}"])
-    head = ["device", "model", "tokens", "dropout", "attentions"]
+    head = ["device", "model", "tokens", "steps", "dropout", "attentions"]
     head += [f"in steps 1 to {steps}" for steps in FIRST_STEPS]
     head += ["in any step", "loss difference"]
     title = "**Exact attentions: the largest difference of their losses in a step**"

@@ -396,9 +396,9 @@ def draw(record: dict, picture: Path) -> Path:
                 if row["seq_len"] == longest:
                     loss.plot(row["losses"], linewidth=0.8, **style)
         speed.set_xscale("log", base=2)
-        speed.set(
-            xlabel="tokens of a sequence", ylabel="tokens a second", title=title, ylim=(0, None)
-        )
+        top = 1.1 * max(row["tokens_per_second"] for row in group)
+        speed.set(xlabel="tokens of a sequence", ylabel="tokens a second", title=title)
+        speed.set_ylim(0, top)
         loss.set(xlabel="steps", ylabel="loss, nats", title=f"{title}, {longest:,} tokens")
     place = {"loc": "outside lower left", "ncols": 2, "frameon": False, "fontsize": 8}
     figure.legend(list(lines.values()), list(lines), **place)
