@@ -159,11 +159,11 @@ def test_tables_1_and_2(paper, tmp_path):
     shown = paper.TABLES["pretraining"]().replace("\\|", "or").splitlines()
     assert shown[0] == "**a device**"
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown[4:9]]
-    assert cells[0][5:] == ["1,000", "1.00", "–", "2.0", "5.0000", "+0.0000"]
-    expected = ["`local(8) or butterfly()`", "0.1", "0", "2,500", "2.50", "–", "2.0", "4.9000"]
+    assert cells[0][5:] == ["200", "1,000", "1.00", "–", "2.0", "5.0000", "+0.0000"]
+    expected = ["`local(8) or butterfly()`", "0.1", "0", "200", "2,500", "2.50", "–", "2.0", "4.9000"]
     assert cells[1][2:] == [*expected, "-0.1000"]
-    assert cells[2][5:] == ["out of memory", "", "", "", "", ""]
-    assert [each[7] for each in cells[3:]] == ["2.50", "1.00"]  # over SDPA
+    assert cells[2][5:] == ["200", "out of memory", "", "", "", "", ""]
+    assert [each[8] for each in cells[3:]] == ["2.50", "1.00"]  # over SDPA
     sources = [line for line in shown if line.startswith("*a device, torch 2")]
     assert [line.split("`")[1] for line in sources] == [
         "python -m x gpt2",
@@ -193,7 +193,7 @@ def test_training_steps_of_each_device_and_differences_of_exact_attentions(paper
         shown.index, ("**NVIDIA H200**", "**NVIDIA H100**", "**Exact attentions")
     )
     assert first < shown.index("*NVIDIA H200, torch") < second < shown.index("*NVIDIA H100, torch")
-    cells = [line.split(" | ")[3:7] for line in shown[third:].splitlines()[4:]]
+    cells = [line.split(" | ")[4:8] for line in shown[third:].splitlines()[4:]]
     assert cells == [
         ["0", "`eager`, `sdpa`", "0.00000", "0.25000"],
         ["0", "`eager`, `ours`", "0.00000", "0.12500"],
