@@ -157,7 +157,10 @@ def attention(
             lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
     bias = checked_bias(bias, query, query.shape[2], key.shape[2])
     check_sinks(sinks, query)
-    score_inputs = checked_score_tensors(resolved.score, score_tensors, query)
+    counted_keys = key.shape[2] if key_lengths is None else 0
+    score_inputs = checked_score_tensors(
+        resolved.score, score_tensors, query, (query.shape[2], counted_keys)
+    )
     seed_tensor = checked_seed(seed, resolved.dropout_p)
     if plan is not None:
         call = Call(plan, lengths, 0 if seed_tensor is None else int(seed_tensor), bias)

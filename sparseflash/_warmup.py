@@ -92,7 +92,9 @@ def warmup(
         facts = CallFacts.of(mask, key_lengths, bias, max_logits, score_tensors)
         plan = find_plan(query, key, value, mask, options, facts)
         call = Call(plan)
-        call.score_tensors = checked_score_tensors(plan.spec.score, score_tensors, query)
+        call.score_tensors = checked_score_tensors(
+            plan.spec.score, score_tensors, query, (q_len, 0 if key_lengths else k_len)
+        )
         if max_logits:
             call.max_logits = empty_max_logits(query)
         if key_lengths:

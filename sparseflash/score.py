@@ -1,6 +1,6 @@
 """Score functions: elementwise functions of the user that are applied to the scores S."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from importlib.util import find_spec
@@ -38,6 +38,9 @@ class ScoreFunction:
         of_head: Whether f depends on the head. from_torch determines it.
         reads: The derivatives of f by the entries of score tensors that it reads. from_torch
             makes them. Without them score tensors get no gradients.
+        indexed_by: For each dim of each score tensor, those of ARGUMENTS by which f indexes it
+            directly. from_torch determines them, so that a score tensor of too few entries is
+            refused. Without them any size is allowed.
 
     Raises:
         TypeError: `name` is not a string, or `torch` is not callable.
@@ -55,6 +58,7 @@ class ScoreFunction:
     reads: "ReadDerivatives | None" = None
     of_head: bool = True
     of_batch: bool = True
+    indexed_by: tuple[tuple[tuple[str, ...], ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -79,11 +83,14 @@ class ScoreFunction:
             name: A unique name.
             function: (score, batch, head, query, key) -> f, with elementwise operations of torch:
                 arithmetic, comparisons, torch.where, exponentials, powers, rounding. It is
-                traced once for each dtype, with scalar tensors.
+                traced once for each dtype, with scalar tensors. Numbers, and tensors of one
+                number, that it reads from outside are constants.
             tensors: float or int for each score tensor. A score tensor is a tensor that the
                 function reads (a captured buffer in FlexAttention); a call passes it in
                 score_tensors. The function gets score tensors after `key` and indexes them by
-                one integer for each dim, such as document[batch, query]. An index past either end
+                one integer for each dim, such as document[batch, query]. A dim that is indexed by
+                an argument itself has at least as many entries as there are batch elements, heads,
+                queries or keys, or one entry for all of them. A computed index past either end
                 reads the nearest entry. A function with score tensors may also mask a pair:
                 torch.where(same, score, -inf). It is also differentiated by the floating-point
                 entries that it reads.
@@ -95,7 +102,8 @@ class ScoreFunction:
             TypeError: `name` is not a string, f does not return one number for each pair, or a
                 score tensor is neither float nor int, or is not indexed by integers.
             ValueError: Another score function has this name, f reads the value of a tensor on the
-                host, or f has an operation that is not translated to Triton. The message names it.
+                host, f reads a tensor from outside that requires a gradient, or f has an operation
+                that is not translated to Triton. The message names it.
 
         Reference:
             Dong et al., "Flex Attention", 2024 (score_mod).
@@ -110,11 +118,14 @@ class ScoreFunction:
         if not all(kind in (float, int) for kind in kinds):
             raise TypeError(f"tensors must be float or int for each, got {kinds}")
         traced = _traced(name, function, torch.float32, kinds)
-        declared = tuple(zip(kinds, _dims_of_reads(name, traced.graph), strict=True))
+        indexed_by = _indices_of_reads(name, traced.graph)
+        declared = tuple((kind, len(own)) for kind, own in zip(kinds, indexed_by, strict=True))
         evaluate = partial(_evaluate, name, function, kinds)
         derive = partial(_read_derivatives, name, function, kinds) if float in kinds else None
         nodes = [*traced.graph.nodes]
-        depends = [bool(nodes[ARGUMENTS.index(x)].users) for x in ("query", "head", "batch")]
+        depends = {
+            f"of_{x}": bool(nodes[ARGUMENTS.index(x)].users) for x in ("query", "head", "batch")
+        }
         triton_function = add_reads = None
         if find_spec("triton") is not None:
             from sparseflash.backends.triton_common import score_source
@@ -127,8 +138,15 @@ class ScoreFunction:
             except ValueError as error:
                 raise ValueError(f"score function {name!r}: {error}") from error
         reads = derive and ReadDerivatives(derive, add_reads)
-        of_query, *others = depends
-        return cls(name, evaluate, triton_function, declared, of_query, reads, *others)
+        return cls(
+            name,
+            evaluate,
+            triton_function,
+            declared,
+            reads=reads,
+            indexed_by=indexed_by,
+            **depends,
+        )
 
     def evaluate(self, *arguments: Tensor) -> tuple[Tensor, Tensor | float]:
         """Evaluates `torch`.
@@ -240,7 +258,10 @@ def _layout(kinds_and_shapes: tuple[tuple[bool, torch.Size], ...], device: torch
 
 
 def checked_score_tensors(
-    score: ScoreFunction | str | None, tensors: Sequence[Tensor] | None, query: Tensor
+    score: ScoreFunction | str | None,
+    tensors: Sequence[Tensor] | None,
+    query: Tensor,
+    seq_len: tuple[int, int],
 ) -> ScoreTensors | None:
     """The score tensors of a call as backends read them; None if there are none.
 
@@ -248,6 +269,8 @@ def checked_score_tensors(
         score: The score function of the call, its name, or None.
         tensors: The argument score_tensors; None is the same as no tensors.
         query: The query of the call, which sets dtype and device.
+        seq_len: Number of queries, and of keys that all batch elements have: 0 with key lengths,
+            because no entry of a score tensor past them counts.
 
     Raises:
         TypeError, ValueError: `tensors` are not those that the score function declares.
@@ -266,6 +289,7 @@ def checked_score_tensors(
             f"score_tensors must be a list of the {len(declared)} tensors that score function "
             f"{function.name!r} reads, got {got}"
         )
+    sizes: Mapping[str, int] = dict(zip(ARGUMENTS[1:], (*query.shape[:2], *seq_len), strict=True))
     wide, checked = torch.promote_types(query.dtype, torch.float32), []
     for i, (x, (kind, dims)) in enumerate(zip(tensors, declared, strict=True)):
         name = f"score_tensors[{i}]"
@@ -277,6 +301,8 @@ def checked_score_tensors(
                 f"{name} must have {dims} dims, none of size 0, on {query.device}, got "
                 f"{tuple(x.shape)} on {x.device}"
             )
+        if function and function.indexed_by:
+            _check_sizes(name, x, function.name, function.indexed_by[i], sizes)
         if function and function.reads is None and torch.is_grad_enabled() and x.requires_grad:
             raise ValueError(
                 f"{name} must not require a gradient: score function {function.name!r} was "
@@ -285,6 +311,24 @@ def checked_score_tensors(
             )
         checked.append(x.to(wide if kind is float else torch.int64).contiguous())
     return ScoreTensors(checked) if checked else None
+
+
+def _check_sizes(
+    name: str,
+    tensor: Tensor,
+    function: str,
+    indexed_by: tuple[tuple[str, ...], ...],
+    sizes: Mapping[str, int],
+) -> None:
+    """Raises ValueError if a dim has too few entries for the arguments that index it."""
+    for dim, arguments in enumerate(indexed_by):
+        for argument in arguments:
+            if tensor.shape[dim] < sizes[argument] and tensor.shape[dim] != 1:
+                raise ValueError(
+                    f"{name} must have at least {sizes[argument]} entries in dim {dim}, or 1 for "
+                    f"all, because score function {function!r} indexes it by {argument}, got "
+                    f"{tuple(tensor.shape)}"
+                )
 
 
 def any_requires_grad(tensors: Sequence[Tensor] | None) -> bool:
@@ -341,19 +385,26 @@ def _clamped(shape: torch.Size, indices: Sequence[Tensor], device: torch.device)
     return [i.to(device).clamp(0, n - 1) for i, n in zip(indices, shape, strict=True)]
 
 
-def _dims_of_reads(name: str, graph: fx.Graph) -> list[int]:
-    """The number of integers by which each score tensor is indexed."""
-    dims_of_tensors = []
-    stand_ins = [node for node in graph.nodes if node.op == "placeholder"][5:]
-    for i, stand_in in enumerate(stand_ins):
-        dims = {len(node.args[1]) for node in stand_in.users}
+def _indices_of_reads(name: str, graph: fx.Graph) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """ScoreFunction.indexed_by.
+
+    Raises:
+        ValueError: A score tensor is not read, or with different numbers of indices.
+    """
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    arguments = dict(zip(placeholders, ARGUMENTS, strict=False))
+    of_tensors = []
+    for i, stand_in in enumerate(placeholders[len(ARGUMENTS) :]):
+        reads = [node.args[1] for node in stand_in.users]
+        dims = {len(indices) for indices in reads}
         if len(dims) != 1:
             raise ValueError(
                 f"score function {name!r} must read tensor {i}, always with as many indices, got "
                 f"{sorted(dims) or 'no read'}"
             )
-        dims_of_tensors += dims
-    return dims_of_tensors
+        of_dims = (set(of_dim) & arguments.keys() for of_dim in zip(*reads, strict=True))
+        of_tensors.append(tuple(tuple(sorted(arguments[x] for x in own)) for own in of_dims))
+    return tuple(of_tensors)
 
 
 def _evaluate(
@@ -472,6 +523,17 @@ def _trace(
             "branch on them (use torch.where), and with them it may index only tensors that it "
             f"gets as arguments (see tensors of ScoreFunction.from_torch): {error}"
         ) from error
+    for attribute in {node.target for node in module.graph.nodes if node.op == "get_attr"}:
+        constant = getattr(module, attribute)
+        if constant.requires_grad:
+            raise ValueError(
+                f"score function {name!r} must not read a tensor from outside that requires a "
+                "gradient, which it would not get: make it a score tensor (see tensors of "
+                "ScoreFunction.from_torch)"
+            )
+        # Copied, because the kernels have its present value, too.
+        delattr(module, attribute)
+        setattr(module, attribute, constant.clone())
     for node in module.graph.nodes:
         operation, _, overload = str(node.target).removeprefix("aten.").partition(".")
         if operation in _COPIES or operation == "copy_":

@@ -382,7 +382,8 @@ def prepare(
     plan.check_length("query", query, rank, 2)
     plan.check_length("key", key, rank, 2)
     checked = AttentionOptions(**options)
-    read = checked_score_tensors(checked.score, score_tensors, query)
+    counted_keys = plan.seq_len if key_lengths is None else 0
+    read = checked_score_tensors(checked.score, score_tensors, query, (plan.seq_len, counted_keys))
     bias = arguments.checked_bias(bias, query, plan.seq_len, plan.seq_len)
     arguments.check_sinks(sinks, query)
     if mask is not None:

@@ -422,7 +422,7 @@ def test_products_of_integers_have_64_bits():
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
-TABLE = torch.ones(3)
+TABLE, LEARNED = torch.ones(3), torch.nn.Parameter(torch.ones(()))
 REFUSED = {
     "the operation erfinv is not translated": lambda s, *pair: torch.erfinv(s),
     "a conversion to torch.float16 is not translated": lambda s, *pair: s.half().float(),
@@ -433,6 +433,7 @@ REFUSED = {
     "Its arguments are scalars": lambda s, *pair: s / s.shape[0],
     "it may index only tensors that it gets": lambda s, batch, head, *pair: s + TABLE[head],
     "f must have a floating-point dtype, got torch.bool": lambda s, *pair: s > 0,
+    "must not read a tensor from outside that requires a gradient": lambda s, *pair: s * LEARNED,
     "more than one element must be a score tensor": lambda s, *pair: s + TABLE.sum(),
     r"f must be one number for each pair, got \(3,\)": lambda s, *pair: s + TABLE,
     "f must be a tensor, got float": lambda s, *pair: 1.0,
@@ -446,6 +447,14 @@ def test_functions_that_cannot_be_translated_say_why(message):
     with pytest.raises(error, match=message):
         sparseflash.ScoreFunction.from_torch("refused", REFUSED[message])
     assert "refused" not in score_module._functions
+
+
+def test_a_tensor_of_one_number_from_outside_is_a_constant():
+    factor = torch.tensor(2.0)
+    function = sparseflash.ScoreFunction.from_torch("constant", lambda s, *pair: s * factor)
+    factor.fill_(3.0)
+    score, *pair = torch.ones(5).unbind()
+    assert function.evaluate(score, *pair) == (2.0, 2.0)
 
 
 def test_names_and_kinds_of_tensors_are_checked():

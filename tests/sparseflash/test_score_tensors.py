@@ -1,5 +1,6 @@
 """Score functions that read tensors, on every backend, against float64."""
 
+import re
 from functools import partial
 
 import pytest
@@ -430,6 +431,56 @@ def test_wrong_tensors_are_named(message):
         sparseflash.attention(*tensors, score=SLOPES, score_tensors=WRONG[message])
 
 
+TOO_SHORT = {
+    "at least 4 entries in dim 0, .* by head, got (3,)": (SLOPES, [(3,)]),
+    "score_tensors[0] must have at least 30 entries in dim 1, .* by query, got (2, 29)": (
+        DOCUMENTS, [(2, 29), (2, 40)]
+    ),
+    "score_tensors[1] must have at least 40 entries in dim 1, .* by key, got (40, 2)": (
+        DOCUMENTS, [(2, 30), (40, 2)]
+    ),
+    "at least 40 entries in dim 1, .* by key, got (2, 30)": (SOFT_DOCUMENTS, [(3,), (2, 30)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", TOO_SHORT)
+def test_tensors_without_an_entry_for_each_argument_are_refused(message):
+    """Their nearest entries would give a wrong result, as for the transpose of a tensor."""
+    function, shapes = TOO_SHORT[message]
+    kinds = [float if kind is float else torch.int64 for kind, _ in function.tensors]
+    tensors = [torch.ones(shape, dtype=kind) for shape, kind in zip(shapes, kinds, strict=True)]
+    query, key = torch.zeros(2, 4, 30, 8), torch.zeros(2, 4, 40, 8)
+    options = {"score": function, "score_tensors": tensors}
+    pattern = ".*".join(map(re.escape, message.split(".*")))
+    for call in (sparseflash.attention, sparseflash.explain):
+        with pytest.raises(ValueError, match=pattern):
+            call(query, key, key, None, **options)
+    with pytest.raises(ValueError, match=pattern):
+        sparseflash.warmup(heads=4, head_dim=8, seq_len=(30, 40), batch=2, device="cpu", **options)
+
+
+def test_one_entry_for_all_more_entries_and_keys_past_their_lengths():
+    inputs = make_inputs(2, 4, 30, 30, 8)[:3]
+    numbers = torch.arange(30) // 8
+
+    def attend(document, **options):
+        options |= {"score": SOFT_DOCUMENTS, "score_tensors": [torch.arange(3.0), document]}
+        return sparseflash.attention(*inputs, **options)
+
+    expected = attend(numbers.expand(2, 30))
+    assert torch.equal(attend(numbers[None]), expected)
+    longer = torch.cat([numbers, torch.tensor([7, 7])]).expand(5, 32)
+    assert torch.equal(attend(longer), expected)
+    lengths = {"key_lengths": torch.tensor([20, 9])}
+    of_queries = (numbers.expand(2, 30)[:, :20], numbers.expand(2, 30))
+    options = {"score": DOCUMENTS, **lengths}
+    short, full = (
+        sparseflash.attention(*inputs, score_tensors=[of_queries[1], of_keys], **options)
+        for of_keys in of_queries
+    )
+    assert torch.equal(short, full)
+
+
 @pytest.mark.parametrize("score", [None, SHIFTED], ids=["no function", "one that reads none"])
 @pytest.mark.parametrize("empty", [None, (), []], ids=str)
 def test_no_tensors(score, empty):
@@ -468,10 +519,15 @@ def test_tensors_without_a_function_that_reads_them():
         context_parallel_attention(*tensors, plan, score=SLOPES)
 
 
+LEARNED = torch.ones((), requires_grad=True)
 REFUSED = {
     "tensors must be float or int for each": (lambda s, b, h, q, k, t: s, (torch.float32,)),
     "must be indexed by integers, got torch.float32": (
         lambda s, b, h, q, k, t: s + t[s],
+        (float,),
+    ),
+    "must not read a tensor from outside that requires a gradient": (
+        lambda s, b, h, q, k, t: s * LEARNED + t[h],
         (float,),
     ),
     r"must read tensor 0, .* got no read": (lambda s, *rest: s, (float,)),
