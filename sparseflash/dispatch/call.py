@@ -181,21 +181,37 @@ class Positions:
         query: int64 (nq,), the position of the first token of each block of queries.
         key: int64 (nk,), the position of the first token of each block of keys.
         seq_len: Length of the longer sequence, in tokens.
+        heads: Number of all query heads, of which the call may have some.
+        first_head: Index among them of the first one of the call.
     """
 
     query: Tensor
     key: Tensor
     seq_len: int
+    heads: int = 1
+    first_head: int = 0
+    _with_heads: dict[tuple[int, int], "Positions"] = field(default_factory=dict, repr=False)
+
+    def with_heads(self, heads: int, first_head: int) -> "Positions":
+        """The same positions for a call with other heads; the same object for equal ones."""
+        key = heads, first_head
+        if key not in self._with_heads:
+            self._with_heads[key] = Positions(self.query, self.key, self.seq_len, *key)
+        return self._with_heads[key]
 
     @cached_property
     def of_blocks(self) -> Tensor:
-        """seq_len, positions of queries, positions of keys: int32 (1 + nq + nk,), for kernels."""
-        first = self.query.new_full((1,), self.seq_len)
-        return torch.cat([first, self.query, self.key]).int()
+        """seq_len, heads, first_head, positions of queries, positions of keys: int32
+        (3 + nq + nk,), for kernels.
+        """
+        numbers = (self.seq_len, self.heads, self.first_head)
+        first = [self.query.new_full((1,), number) for number in numbers]  # graphs may capture it
+        return torch.cat([*first, self.query, self.key]).int()
 
     def to(self, device: torch.device) -> "Positions":
         """The positions on another device."""
-        return Positions(self.query.to(device), self.key.to(device), self.seq_len)
+        moved = (self.query.to(device), self.key.to(device))
+        return Positions(*moved, self.seq_len, self.heads, self.first_head)
 
 
 NO_MEMORY = (None, None, None)  # Call.gradients of most calls, compared by identity

@@ -6,15 +6,17 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from masks import DynamicMask
-from sparseflash.arguments import checked_tensors
+from sparseflash.arguments import checked_seed, checked_tensors
 from sparseflash.distributed.copies import TransportName
 from sparseflash.distributed.heads import HeadSharing
+from sparseflash.distributed.part import Heads
 from sparseflash.distributed.passes import ContextParallelAttention
 from sparseflash.distributed.plan import ContextPlan
-from sparseflash.distributed.prepare import prepare
+from sparseflash.distributed.prepare import check_heads, check_selected, prepare
 from sparseflash.distributed.transport import (
     Group,
     check_agreement,
@@ -23,7 +25,6 @@ from sparseflash.distributed.transport import (
 )
 from sparseflash.merge import add_sinks
 from sparseflash.options import AttentionOptions, CallKeywords, OptionKeywords
-from sparseflash.score import find_score_function
 
 
 class _Keywords(CallKeywords, total=False):
@@ -98,10 +99,11 @@ def context_parallel_attention(
             dimension, and the ranks of the second divide the heads of a shard among them. Each
             passes its part of the tokens, plan.shard(...).tensor_split(ranks, dim), with all
             heads. The numbers of heads must then be multiples of the ranks of the second
-            dimension, the plan must have one mask for all heads, dropout_p must be 0, and the
-            score function must not depend on the head.
+            dimension.
         mask: Selects blocks of plan.mask_of(rank) for the queries of this rank; by default all of
-            them. It does not change which keys are fetched.
+            them. It does not change which keys are fetched. With a mesh of two dimensions, rank is
+            that of the first dimension, the queries are those of the whole shard, and the gradient
+            of scores is the sum over the ranks of the second dimension.
         key_lengths: Integers (batch,), in tokens of the whole sequence, as in
             sparseflash.attention.
         bias: As in sparseflash.attention, for the whole sequence. Each rank computes a partial
@@ -147,104 +149,133 @@ def context_parallel_attention(
         raise TypeError(f"plan must be a ContextPlan, got {type(plan).__name__}")
     if not isinstance(check, bool | None):
         raise TypeError(f"check must be a bool or None, got {check!r}")
+    arguments: dict[str, Any] = {
+        "mask": mask,
+        "key_lengths": key_lengths,
+        "bias": bias,
+        "sinks": sinks,
+        "seed": seed,
+        "score_tensors": score_tensors,
+        "options": options,
+        "transport": transport,
+        "max_logits": return_max_logits,
+    }
+    tensors = (query, key, value)
     if isinstance(group, DeviceMesh) and group.ndim == 2:
-        by_head = {"bias": bias, "sinks": sinks}
-        keywords = {"key_lengths": key_lengths, "score_tensors": score_tensors}
-        keywords |= {"transport": transport, "return_max_logits": return_max_logits}
-        shared = ((query, key, value), plan, group, mask, by_head, check, options)
-        return _chosen(_with_shared_heads(*shared, **keywords), return_lse)
-    process_group = process_group_of(group, plan.ranks)
-    arguments = (mask, key_lengths, bias, sinks, seed, score_tensors, options, transport)
-    arguments = (*arguments, return_max_logits)
-    agreed = ("agreed", None if process_group is None else ref(process_group))
-    first = agreed not in plan.cache
-    try:
-        prepared = prepare(query, key, value, plan, process_group, *arguments)
-    except (TypeError, ValueError, RuntimeError) as error:
-        if process_group is not None and (first if check is None else check):
-            check_agreement(process_group, {}, f"{type(error).__name__}: {error}")
-        raise
-    if process_group is not None:
-        like_this = (*agreed, *prepared.kind)
-        if like_this not in plan.cache if check is None else check:
-            # The plan as it was given: bias, key_lengths and mask may choose another split.
-            facts = {"plan": f"{plan} of SHA-256 {plan.digest}", **prepared.facts(query, key)}
-            check_agreement(process_group, facts, None)
-            plan.cache[agreed] = plan.cache[like_this] = True
-    if prepared.part.steps:
-        prepared.transport  # noqa: B018  # all ranks get the same error before they exchange
-    tensors = (prepared.query, prepared.key, prepared.value, prepared.bias)
-    read = () if prepared.score_tensors is None else prepared.score_tensors.tensors
-    out, lse, *max_logits = cast(
-        tuple[Tensor, ...],
-        ContextParallelAttention.apply(*tensors, prepared.block_scores, prepared, *read),
-    )
-    if sinks is not None:
-        out, lse = add_sinks(out, lse, sinks)
-    return _chosen((out, lse, *max_logits), return_lse)
-
-
-def _chosen(results: tuple[Tensor, ...], return_lse: bool) -> Tensor | tuple[Tensor, ...]:
-    """What the caller gets of out, lse and, if they are asked for, the maximum logits."""
+        results = _with_shared_heads(tensors, plan, group, check, arguments)
+    else:
+        process_group = process_group_of(group, plan.ranks)
+        results = _attention(tensors, plan, process_group, check, arguments)
     out, _, *max_logits = results
     if return_lse:
         return results
     return (out, *max_logits) if max_logits else out
 
 
+def _attention(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    plan: ContextPlan,
+    group: ProcessGroup | None,
+    check: bool | None,
+    arguments: Mapping[str, Any],
+) -> tuple[Tensor, ...]:
+    """out, lse and, if asked for, the maximum logits. `arguments` are those of `prepare`."""
+    agreed = ("agreed", None if group is None else ref(group))
+    first = agreed not in plan.cache
+    try:
+        prepared = prepare(*tensors, plan, group, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if group is not None and (first if check is None else check):
+            check_agreement(group, {}, f"{type(error).__name__}: {error}")
+        raise
+    if group is not None:
+        like_this = (*agreed, *prepared.kind)
+        if like_this not in plan.cache if check is None else check:
+            # The plan as it was given: bias, key_lengths and mask may choose another split.
+            facts = {"plan": f"{plan} of SHA-256 {plan.digest}", **prepared.facts(*tensors[:2])}
+            check_agreement(group, facts, None)
+            plan.cache[agreed] = plan.cache[like_this] = True
+    if prepared.part.steps:
+        prepared.transport  # noqa: B018  # all ranks get the same error before they exchange
+    inputs = (prepared.query, prepared.key, prepared.value, prepared.bias)
+    read = () if prepared.score_tensors is None else prepared.score_tensors.tensors
+    out, lse, *max_logits = cast(
+        tuple[Tensor, ...],
+        ContextParallelAttention.apply(*inputs, prepared.block_scores, prepared, *read),
+    )
+    if arguments["sinks"] is not None:
+        out, lse = add_sinks(out, lse, arguments["sinks"])
+    return out, lse, *max_logits
+
+
 def _with_shared_heads(
     tensors: tuple[Tensor, Tensor, Tensor],
     plan: ContextPlan,
     mesh: DeviceMesh,
-    mask: DynamicMask | None,
-    by_head: Mapping[str, Tensor | None],
     check: bool | None,
-    options: Mapping[str, Any],
-    **keywords: Any,
+    arguments: Mapping[str, Any],
 ) -> tuple[Tensor, ...]:
-    """The results of own tokens and all heads; each rank computes all tokens and own heads."""
+    """`_attention` of own tokens and all heads; each rank computes all tokens and own heads."""
     group, heads_group = mesh.get_group(0), mesh.get_group(1)
     process_group_of(group, plan.ranks)
-    shard = len(plan.positions(group.rank()))
-    sharing = HeadSharing.of(heads_group, shard)
-    problem = _problem_of_shared_heads(sharing, tensors, plan, mask, options)
+    sharing = HeadSharing.of(heads_group, len(plan.positions(group.rank())))
+    error, facts, own = None, {"plan": plan.digest}, {}
+    try:
+        own = _of_own_heads(sharing, tensors, plan, group.rank(), arguments)
+        facts |= {"options": repr(own["options"]), "seed": own["seed"]}
+    except (TypeError, ValueError) as problem:
+        error = problem
     agreed = ("agreed", ref(heads_group))  # a plan does not keep the memory of a group
     if agreed not in plan.cache if check is None else check:
         # Along both dimensions of the mesh, so that every rank raises the error of any rank.
-        problem = disagreement(heads_group, {"plan": plan.digest}, problem)
-        check_agreement(group, {}, problem)
+        text = None if error is None else str(error)
+        check_agreement(group, {}, disagreement(heads_group, facts, text))
         plan.cache[agreed] = True
-    elif problem is not None:
-        raise ValueError(problem)
-    own_heads = {name: sharing.of_own_heads(each) for name, each in by_head.items()}
-    given: Any = {"group": group, "mask": mask, "check": check, **own_heads, **keywords, **options}
+    elif error is not None:
+        raise error
     query, key, value = map(sharing.by_heads, tensors)
-    results = context_parallel_attention(query, key, value, plan, return_lse=True, **given)
-    of_rows = sharing.by_tokens(torch.stack(results[1:], -1))  # in one exchange
-    lse, *max_logits = (of_rows[..., i] for i in range(of_rows.shape[-1]))
-    return sharing.by_tokens(results[0]), lse, *(x.detach() for x in max_logits)
+    own_plan = plan.of_heads(sharing.heads)
+    out, *of_rows = _attention((query, key, value), own_plan, group, check, own)
+    of_tokens = sharing.by_tokens(torch.stack(of_rows, -1))  # in one exchange
+    lse, *max_logits = (of_tokens[..., i] for i in range(of_tokens.shape[-1]))
+    return sharing.by_tokens(out), lse, *(x.detach() for x in max_logits)
 
 
-def _problem_of_shared_heads(
+def _of_own_heads(
     sharing: HeadSharing,
     tensors: tuple[Tensor, Tensor, Tensor],
     plan: ContextPlan,
-    mask: DynamicMask | None,
-    options: Mapping[str, Any],
-) -> str | None:
-    """The reason why the heads of a call cannot be divided among ranks; None if they can."""
-    try:
-        query, key, value = tensors
-        checked_tensors(query, key, value, None)
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            sharing.check(name, tensor)
-        if plan.mask.num_heads > 1 or (mask is not None and mask.num_heads > 1):
-            return "plan must have one mask for all heads if heads are divided among ranks"
-        checked = AttentionOptions(**options)
-        if checked.dropout_p > 0:
-            return "dropout_p must be 0 if heads are divided among ranks"
-        if isinstance(checked.score, str) and find_score_function(checked.score).of_head:
-            return "score must not depend on the head if heads are divided among ranks"
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return None
+    rank: int,
+    arguments: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Checks what divides heads among ranks, and returns the arguments of own heads.
+
+    rank: number of this rank in the plan
+    """
+    query, key, value = tensors
+    checked_tensors(query, key, value, None)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        sharing.check(name, tensor)
+    check_heads("plan must be made for a mask of", plan.mask, query, key)
+    seed = checked_seed(arguments["seed"], AttentionOptions(**arguments["options"]).dropout_p)
+    mask: DynamicMask | None = arguments["mask"]
+    if mask is not None:
+        check_selected(mask, plan, rank)
+        check_heads("mask must have", mask, query, key)
+        mask = _blocks_of_heads(mask, plan, rank, sharing.heads)
+    of_heads = {name: sharing.of_own_heads(arguments[name]) for name in ("bias", "sinks")}
+    seed = None if seed is None else int(seed)  # one for all heads
+    return {**arguments, **of_heads, "mask": mask, "seed": seed, "heads": sharing.heads}
+
+
+def _blocks_of_heads(mask: DynamicMask, plan: ContextPlan, rank: int, heads: Heads) -> DynamicMask:
+    """What a mask selects for some heads, stored with it: layers share the tables of a mask."""
+    if mask.num_heads == 1:
+        return mask
+    key = ("heads", heads, torch.is_grad_enabled())  # by which scores get a gradient
+    if key not in mask.cache:
+        of_heads = heads.of(mask.num_heads)
+        scores = None if mask.scores is None else mask.scores[:, of_heads]
+        support = plan.of_heads(heads).mask_of(rank).to(mask.device)
+        mask.cache[key] = support.select(mask.blocks[:, of_heads], scores)
+    return mask.cache[key]

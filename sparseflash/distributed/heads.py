@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sparseflash.distributed.exchange import exchanged
+from sparseflash.distributed.part import Heads
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class HeadSharing:
         return HeadSharing(group, tuple(each + (rank < more) for rank in range(group.size())))
 
     @property
+    def heads(self) -> Heads:
+        """The heads that this rank computes."""
+        return Heads(self.group.rank(), len(self.tokens))
+
+    @property
     def own(self) -> int:
         """Number of tokens with which this rank starts."""
         return self.tokens[self.group.rank()]
@@ -58,7 +64,7 @@ class HeadSharing:
         """The rows of a tensor (1 or heads, ...) that belong to the heads of this rank."""
         if tensor is None or len(tensor) == 1 or len(tensor) % len(self.tokens):
             return tensor
-        return tensor.tensor_split(len(self.tokens))[self.group.rank()]
+        return tensor[self.heads.of(len(tensor))]
 
     def by_heads(self, tensor: Tensor) -> Tensor:
         """Exchanges (batch, heads, own tokens, dims) to (batch, own heads, all tokens, dims)."""

@@ -216,6 +216,21 @@ class ContextPlan(Caching):
         vars(self)["assignment"] = assignment
         return self
 
+    def of_heads(self, heads: Heads) -> "ContextPlan":
+        """The plan of some heads, with the same assignment of tokens.
+
+        Args:
+            heads: The heads.
+
+        Returns:
+            A plan for the masks of these heads; this object if all heads have one mask.
+        """
+        if self.mask.num_heads == 1:
+            return self
+        if ("of heads", heads) not in self.cache:
+            self.cache["of heads", heads] = replace(self, mask=self._mask_of_heads(heads))
+        return self.cache["of heads", heads]
+
     def head_groups(self, kv_heads: int) -> int:
         """The number of groups of key heads that are exchanged one after another.
 
@@ -454,15 +469,16 @@ class ContextPlan(Caching):
     def _of_groups(self, groups: int) -> list[Assignment]:
         """The assignment of each group of heads."""
         if ("assignments", groups) not in self.cache:
-            of_heads = [
-                range(self.mask.num_heads)[Heads(number, groups).of(self.mask.num_heads)]
-                for number in range(groups)
-            ]
-            stacked = (masks.stack([self.mask.head(head) for head in each]) for each in of_heads)
+            of_heads = (self._mask_of_heads(Heads(number, groups)) for number in range(groups))
             self.cache["assignments", groups] = [
-                Assignment(Workload(mask, self.shared), self.owner, self.ranks) for mask in stacked
+                Assignment(Workload(mask, self.shared), self.owner, self.ranks)
+                for mask in of_heads
             ]
         return self.cache["assignments", groups]
+
+    def _mask_of_heads(self, heads: Heads) -> BlockMask:
+        indices = range(self.mask.num_heads)[heads.of(self.mask.num_heads)]
+        return masks.stack([self.mask.head(head) for head in indices])
 
     def _rank(self, rank: int) -> int:
         return check_integer("rank", rank, least=0, most=self.ranks - 1)

@@ -29,7 +29,9 @@ from sparseflash.distributed.part import (
 )
 from sparseflash.distributed.plan import ContextPlan
 from sparseflash.options import AttentionOptions
-from sparseflash.score import ScoreTensors, checked_score_tensors, find_score_function
+from sparseflash.score import ScoreTensors, checked_score_tensors
+
+ALL_HEADS = Heads()
 
 
 class InPlaceCalls(NamedTuple):
@@ -51,7 +53,10 @@ class InPlaceCalls(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """The checked arguments of one call on one rank."""
+    """The checked arguments of one call on one rank.
+
+    `heads` are those that it has of all: all of them, unless ranks divide the heads among them.
+    """
 
     query: Tensor
     key: Tensor
@@ -68,6 +73,7 @@ class Prepared:
     block_scores: Tensor | None
     score_tensors: ScoreTensors | None
     transport_name: TransportName
+    heads: Heads
 
     @cached_property
     def transport(self) -> Transport:
@@ -307,8 +313,12 @@ class Prepared:
             bias = bias[heads.of(len(bias))]
         facts = self.call_facts._replace(skips_empty_rows=skips_empty_rows)
         plan = find_plan(query, key, value, chosen, self.options, facts)
-        call = Call(plan, lengths, self.seed, bias, positions if plan.spec.positions else None)
+        call = Call(plan, lengths, self.seed, bias)
         call.score_tensors = self.score_tensors
+        if plan.spec.positions:
+            own = self.query.shape[1]
+            first = self.heads.number * own + heads.number * query.shape[1]
+            call.positions = positions.with_heads(self.heads.groups * own, first)
         return call
 
     def _selected(
@@ -363,8 +373,9 @@ def prepare(
     options: Mapping[str, Any],
     transport: TransportName = "auto",
     max_logits: bool = False,
+    heads: Heads = ALL_HEADS,
 ) -> Prepared:
-    """Checks all arguments of a call.
+    """Checks all arguments of a call with some of all heads.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -387,7 +398,7 @@ def prepare(
     bias = arguments.checked_bias(bias, query, plan.seq_len, plan.seq_len)
     arguments.check_sinks(sinks, query)
     if mask is not None:
-        _check_selected(mask, plan, rank)
+        check_selected(mask, plan, rank)
     if group is None and len(plan.shared):
         raise ValueError(
             "group must be a process group of one rank if a plan of one rank has shared rows, got "
@@ -395,17 +406,8 @@ def prepare(
             "make_plan(..., shared_rows=()) a plan without shared rows"
         )
     seed_tensor = arguments.checked_seed(seed, checked.dropout_p)
-    allowed = sorted({1, key.shape[1], query.shape[1]})
-    if plan.mask.num_heads not in allowed:
-        names = " or ".join(map(str, allowed))
-        raise ValueError(
-            f"plan must be made for a mask of {names} heads, got {plan.mask.num_heads}"
-        )
-    # In a call for a group of heads, heads are numbered from 0. So dropout and score functions of
-    # the head need all heads in one call.
-    of_head = isinstance(checked.score, str) and find_score_function(checked.score).of_head
-    one_call = checked.dropout_p > 0 or of_head
-    groups = 1 if one_call else plan.head_groups(key.shape[1])
+    check_heads("plan must be made for a mask of", plan.mask, query, key)
+    groups = plan.head_groups(key.shape[1])
     own_mask = plan.mask if mask is None else mask
     facts = CallFacts.of(own_mask, key_lengths is not None, bias, max_logits, score_tensors)
     prepared = Prepared(
@@ -418,16 +420,25 @@ def prepare(
         block_scores=None if mask is None else arguments.checked_block_scores(mask),
         score_tensors=read,
         transport_name=transport,
+        heads=heads,
     )
     if plan.split == "in place" and prepared.in_place is None:
         plan = plan.not_in_place
-        groups = 1 if one_call else plan.head_groups(key.shape[1])
+        groups = plan.head_groups(key.shape[1])
         prepared = replace(prepared, plan=plan, part=plan.part(rank, query.device, groups))
     prepared.check_backend()
     return prepared
 
 
-def _check_selected(mask: DynamicMask, plan: ContextPlan, rank: int) -> None:
+def check_heads(what: str, mask: BlockMask | DynamicMask, query: Tensor, key: Tensor) -> None:
+    """Raises ValueError, which begins with `what`, if a mask has a wrong number of heads."""
+    allowed = sorted({1, key.shape[1], query.shape[1]})
+    if mask.num_heads not in allowed:
+        names = " or ".join(map(str, allowed))
+        raise ValueError(f"{what} {names} heads, got {mask.num_heads}")
+
+
+def check_selected(mask: DynamicMask, plan: ContextPlan, rank: int) -> None:
     if not isinstance(mask, DynamicMask):
         raise TypeError(
             f"mask must be a DynamicMask selected from plan.mask_of({rank}), got "

@@ -385,22 +385,48 @@ def selected(rank: int) -> dict[str, float]:
     return found
 
 
-def errors_with_shared_heads(rank: int, split: str, extras: dict[str, Any]) -> dict[str, float]:
-    """The differences to one process on 2 x 2 ranks, of which two share the heads of a shard."""
-    mesh, mask = init_device_mesh("cpu", (2, 2)), mask_of("window and sink")
+def errors_with_shared_heads(
+    rank: int, mask_name: str, split: str, extras: dict[str, Any]
+) -> dict[str, float]:
+    """The differences to one process on 2 x 2 ranks, of which two share the heads of a shard.
+
+    With "selects" each batch element and head has the blocks with the highest scores.
+    """
+    mesh, mask, extras = init_device_mesh("cpu", (2, 2)), mask_of(mask_name), dict(extras)
     plan = plan_of(mask, mesh.get_group(0).size(), "zigzag", split)
+    if extras.pop("reads", False):
+        table = torch.linspace(-2, 2, HEADS * 50, dtype=torch.float64).view(HEADS, 50).sin()
+        extras |= {"score": _score_of_tensors(), "table": table}
+    scores, selects = None, extras.pop("selects", False)
+    if selects:
+        shape = (BATCH, HEADS, mask.grid.nq, mask.grid.nk)
+        generator = torch.Generator().manual_seed(1)
+        scores = torch.randn(shape, generator=generator, dtype=torch.float64)
+    names = ("bias", "sinks", "table")
+    shared = {name: extras.pop(name) for name in names if name in extras}
     *tensors, grad_out, grad_lse = inputs(torch.float64)
     whole = [x.clone().requires_grad_() for x in tensors]
-    out, lse, *max_logits = sparseflash.attention(*whole, mask, return_lse=True, **extras)
+    whole_shared = {name: x.clone().requires_grad_() for name, x in shared.items()}
+    used = mask
+    if scores is not None:
+        whole_shared["scores"] = scores.clone().requires_grad_()
+        used = mask.select_topk(whole_shared["scores"], 3)
+    read = _reads({name: x for name, x in whole_shared.items() if name != "scores"})
+    out, lse, *max_logits = sparseflash.attention(*whole, used, return_lse=True, **read, **extras)
+    grad_lse = grad_lse * lse.isfinite()
     torch.autograd.backward([out, lse], [grad_out, grad_lse])
 
     def mine(x: Tensor) -> Tensor:
         return plan.shard(x, rank // 2, 2).tensor_split(2, 2)[rank % 2].contiguous()
 
     own = [mine(x).requires_grad_() for x in tensors]
-    own_out, own_lse, *own_max_logits = context_parallel_attention(
-        *own, plan, group=mesh, return_lse=True, **extras
-    )
+    own_shared = {name: x.clone().requires_grad_() for name, x in shared.items()}
+    call = {**_reads(own_shared), **extras, "group": mesh, "return_lse": True}
+    if scores is not None:
+        own_shared["scores"] = scores.clone().requires_grad_()
+        rows = own_shared["scores"][:, :, plan.part(rank // 2).rows]
+        call["mask"] = plan.mask_of(rank // 2).select_topk(rows, 3)
+    own_out, own_lse, *own_max_logits = context_parallel_attention(*own, plan, **call)
     torch.autograd.backward([own_out, own_lse], [mine(grad_out), mine(grad_lse)])
     found = {"out": (own_out, mine(out)), "lse": (own_lse, mine(lse))}
     for own_max, one in zip(own_max_logits, max_logits, strict=True):
@@ -408,4 +434,7 @@ def errors_with_shared_heads(rank: int, split: str, extras: dict[str, Any]) -> d
         found["maximum logits"] = (own_max, mine(one))
     for name, shard, one in zip(("query", "key", "value"), own, whole, strict=True):
         found[name] = (shard.grad, mine(one.grad))
+    for name, x in own_shared.items():
+        dist.all_reduce(x.grad)
+        found[name] = (x.grad, whole_shared[name].grad)
     return {name: difference(*pair) for name, pair in found.items()}

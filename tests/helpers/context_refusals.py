@@ -1,16 +1,16 @@
 """Errors of calls over a sequence that ranks share, also after a rank has died."""
 
 import os
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+import masks
 import sparseflash
-from sparseflash.distributed import context_parallel_attention, make_plan
-from sparseflash.score import ScoreFunction
+from sparseflash.distributed import ContextPlan, context_parallel_attention, make_plan
 from tests.helpers.context_calls import DIMS, WHOLE, difference, inputs, mask_of
 from tests.helpers.in_place import in_place_on_cpus
 
@@ -30,23 +30,23 @@ def shared_rows_of_one_rank(rank: int) -> tuple[str, float]:
     return refused, difference(out, sparseflash.attention(*tensors, mask))
 
 
-@cache
-def _score_of_heads() -> ScoreFunction:
-    return ScoreFunction.from_torch("of heads", lambda s, b, head, q, k: s * (head + 1))
-
-
 def refused_with_shared_heads(rank: int) -> list[str]:
     """The errors of calls that heads x sequence does not take."""
     mesh = init_device_mesh("cpu", (2, 2))
-    plan = make_plan(mask_of("causal"), 2, "contiguous")
-    of_heads = make_plan(mask_of("head masks"), 2, "contiguous")
+    causal, wrong = mask_of("causal"), rank % 2 == 1
+    plan = make_plan(causal, 2, "contiguous")
+    of_heads = make_plan(masks.stack([causal] * 3), 2, "contiguous")
     own = [
         plan.shard(x, rank // 2, 2).tensor_split(2, 2)[rank % 2] for x in inputs(torch.float64)[:3]
     ]
-    calls = [(own, plan, {"dropout_p": 0.1}), (own, of_heads, {})]
-    calls += [([x[:, :, 1:] for x in own] if rank == 1 else own, plan, {})]
+    support = plan.mask_of(rank // 2)
+    selected = support.select(torch.ones(3, support.grid.nq, support.grid.nk) > 0)
+    calls: list[tuple[list[Tensor], ContextPlan, dict[str, Any]]]
+    calls = [([x[:, :, 1:] for x in own] if rank == 1 else own, plan, {})]
     calls += [([own[0], own[1][:, :1], own[2][:, :1]], plan, {})]
-    calls += [(own, plan, {"score": _score_of_heads()})]
+    calls += [(own, of_heads, {}), (own, plan, {"mask": selected})]
+    calls += [(own, plan, {"softcap": 5.0} if wrong else {})]
+    calls += [(own, plan, {"dropout_p": 0.5, "seed": int(wrong)})]
     errors = []
     for tensors, used, options in calls:
         try:

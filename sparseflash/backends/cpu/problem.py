@@ -207,7 +207,10 @@ class Problem:
             scores.tanh_().mul_(cap * LOG2E)
         if self._spec.score is not None:
             function = find_score_function(self._spec.score)
-            arguments = (*self._pairs(part), *self._score_tensors)
+            batch, head, query, key = self._pairs(part)
+            if self._positions is not None:
+                head = head + self._positions.first_head
+            arguments = (batch, head, query, key, *self._score_tensors)
             capped = scores / LOG2E
             if with_reads and function.reads is not None:
                 reads = function.reads.torch(capped, *arguments)
@@ -234,7 +237,7 @@ class Problem:
         return index
 
     def _pairs(self, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Batch element, head, query and key of each score: int64, they broadcast."""
+        """Batch element, head of the call, query and key of each score: int64, they broadcast."""
         query, key = self._query_positions()[:, part], self._key_positions()
         bh = self.to_segments(self._chunk.bh.view(-1, 1, 1))
         batch, head = bh // self._spec.heads, bh % self._spec.heads
@@ -256,9 +259,13 @@ class Problem:
             return None
         span = min(self._block_k, GROUP)
         query, first_keys = self._query_positions()[:, part], self._key_positions()[:, ::span]
+        bh = self._chunk.bh
+        if self._positions is not None:  # which number all heads
+            batch, head = bh // self._spec.heads, bh % self._spec.heads
+            bh = batch * self._positions.heads + self._positions.first_head + head
         return keep_mask_of_spans(
             self._seed,
-            self.to_segments(self._chunk.bh.view(-1, 1, 1)),
+            self.to_segments(bh.view(-1, 1, 1)),
             self.to_segments(query.unsqueeze(2)),
             first_keys.view(-1, 1, self._width // span),
             span,

@@ -15,10 +15,11 @@ from masks.registry import MAX_ENTRIES
 from sparseflash import backends
 from sparseflash.arguments import _RANGES, MAX_VIEWS, lengths_in_range
 from sparseflash.backends import cpu
-from sparseflash.dispatch.call import empty_like
+from sparseflash.dispatch.call import Call, Positions, empty_like
 from sparseflash.dispatch.plan import _compiled, find_plan, fixed_block_sizes
 from sparseflash.dispatch.spec import CallFacts
 from sparseflash.nn import SparseAttention
+from sparseflash.score import ScoreFunction, checked_score_tensors
 from tests.helpers.calls import plan_of
 
 
@@ -433,3 +434,51 @@ def test_a_faster_backend_computes_all_but_sums_of_ds_if_it_lacks_these_alone(
     if extra:
         with pytest.raises(sparseflash.BackendError, match="fast: does not support gradient of"):
             sparseflash.attention(*tensors, mask, backend="fast", **options)
+
+
+TABLE_OF_HEADS = ScoreFunction.from_torch(
+    "table of heads", lambda s, b, head, q, k, table: s + table[head, k % 5], (float,)
+)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize("q_len", [20, 3])  # the second one by kernels of few queries
+def test_a_call_with_some_heads_is_a_part_of_the_call_with_all_of_them(backend, q_len):
+    """Dropout and score functions depend on the index of a head among all heads."""
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    batch, heads, kv_heads, k_len, block = 2, 4, 2, 32, 16
+    options = {"dropout_p": 0.3, "score": TABLE_OF_HEADS, "backend": backend}
+    mask = masks.random(0.7, seed=1)((q_len, k_len), block, device=device)
+    first = [torch.arange(0, n, block, device=device) for n in (q_len, k_len)]
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(device)
+
+    query, grad_out = (normal(batch, heads, q_len, 16) for _ in range(2))
+    key, value = (normal(batch, kv_heads, k_len, 16) for _ in range(2))
+    bias, table = normal(heads, 2 * k_len - 1), normal(heads, 5)
+
+    def results(number, groups):
+        mine = slice(number * heads // groups, (number + 1) * heads // groups)
+        of_keys = slice(number * kv_heads // groups, (number + 1) * kv_heads // groups)
+        tensors = (query[:, mine], key[:, of_keys], value[:, of_keys])
+        tensors = [x.contiguous() for x in tensors]
+        reads = [table.clone().requires_grad_()]
+        own_bias = bias[mine].contiguous().requires_grad_()
+        facts = CallFacts.of(mask, False, own_bias, False, reads)._replace(positions=True)
+        plan = find_plan(*tensors, mask, options, facts)
+        call = Call(plan, seed=5, bias=own_bias.detach())
+        call.positions = Positions(*first, k_len).with_heads(heads, mine.start)
+        call.score_tensors = checked_score_tensors(TABLE_OF_HEADS.name, reads, tensors[0])
+        with torch.no_grad():
+            out, lse = call.forward(*tensors)
+            saved, needs = (*tensors, out, lse), (True, True, True, True, False, True)
+            grads = call.backward(grad_out[:, mine].contiguous(), None, saved, needs)
+        return out, lse, *grads[:3], grads[3], grads[5]
+
+    whole = results(0, 1)
+    *of_heads, biases, reads = zip(results(0, 2), results(1, 2), strict=True)
+    found = [*(torch.cat(both, 1) for both in of_heads), torch.cat(biases), sum(reads)]
+    for mine, expected in zip(found, whole, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)

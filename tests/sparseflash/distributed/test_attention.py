@@ -294,24 +294,27 @@ def test_tables_of_selected_blocks_are_made_once(two_ranks, split):
         assert second == 0
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [{}, EXTRAS["bias"], EXTRAS["sinks"] | MAX_LOGITS],
-    ids=["plain", "bias", "sinks, maximum logits"],
-)
-@pytest.mark.parametrize("split", ["rows", "rounds"])
+@pytest.mark.parametrize("extra", [*EXTRAS, "plain", "selected blocks"])
+@pytest.mark.parametrize("split", ["rows", "rounds", "shared rows"])
 def test_heads_over_some_ranks_and_the_sequence_over_the_others(four_ranks, split, extra):
-    check_exact(four_ranks.run(cases.errors_with_shared_heads, split, extra))
+    """Dropout and score functions are those of the index of a head among all heads."""
+    more = {"plain": {}, "selected blocks": {"selects": True}}
+    for mask in ("window and sink", "head masks", "key head masks"):
+        if extra == "selected blocks" and (split == "shared rows" or mask == "key head masks"):
+            continue  # which are refused
+        arguments = {key: x for key, x in (EXTRAS | more)[extra].items() if key != "value_dim"}
+        check_exact(four_ranks.run(cases.errors_with_shared_heads, mask, split, arguments))
 
 
 def test_what_shared_heads_do_not_take_is_named(four_ranks):
     for answers in four_ranks.run(refusals.refused_with_shared_heads):
-        assert len(answers) == 5, answers
-        assert "dropout_p must be 0 if heads are divided among ranks" in answers[0]
-        assert "plan must have one mask for all heads" in answers[1]
-        assert "rank 1: query must have 56 tokens in dim 2" in answers[2]
-        assert "key must have a multiple of 2 heads" in answers[3]
-        assert "score must not depend on the head" in answers[4]
+        assert len(answers) == 6, answers
+        assert "rank 1: query must have 56 tokens in dim 2" in answers[0]
+        assert "key must have a multiple of 2 heads" in answers[1]
+        assert "plan must be made for a mask of 1 or 2 or 4 heads, got 3" in answers[2]
+        assert "mask must have 1 or 2 or 4 heads, got 3" in answers[3]
+        assert "options must be equal on all ranks" in answers[4]
+        assert "seed must be equal on all ranks, got 0 on rank 0 and 1 on rank 1" in answers[5]
 
 
 @pytest.mark.parametrize("split", ["in place", "keys"])

@@ -84,6 +84,8 @@ def decode_kernel(
     offset = positions.offset_of(of_query_blocks, 0, BLOCK_Q)
     head = row_heads[:, None]
     biases = score_mods.bias_of_head(bias, bias_head, head)
+    whole_head = positions.whole_head(block_positions, head)
+    whole_bh = positions.whole_bh(block_positions, batch, row_heads, heads)
     row_sum = tl.zeros([BM], tl.float32)
     row_max = tl.full([BM], float("-inf"), tl.float32)
     acc = tl.zeros([BM, VALUE_DIMS], tl.float32)
@@ -93,12 +95,12 @@ def decode_kernel(
             length,
             tensors.Stream(keys, key_descriptor, batch, kv_head),
             tensors.Stream(values, value_descriptor, batch, kv_head),
-            score_mods.ScoreMods(scale_log2, softcap, biases, batch, head,
+            score_mods.ScoreMods(scale_log2, softcap, biases, batch, whole_head,
                                  whole_q_len, whole_k_len,
                                  score_mods.ScorePointers(score_floats, score_integers,
                                                           score_layout),
                                  SOFTCAP, SCORE),
-            scores.DropoutState(seed, threshold, keep_scale, bh[:, None], DROPOUT),
+            scores.DropoutState(seed, threshold, keep_scale, whole_bh[:, None], DROPOUT),
             shape, of_values, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION,
             MASK_STAGES,
         )  # fmt: skip

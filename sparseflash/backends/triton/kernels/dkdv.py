@@ -93,6 +93,8 @@ def key_value_gradient_kernel(
         strides = (grad_out_batch, grad_out_head, grad_out_token, grad_out_dim)
         grad_outs = tensors.one_head(grad_out, strides, batch, head, ALIGN, INDEX)
         biases = score_mods.bias_of_head(bias, bias_head, head)
+        whole_head = positions.whole_head(block_positions, head)
+        whole_bh = positions.whole_bh(block_positions, batch, head, heads)
         lse_log2_row, delta_row = lse_delta_pointers(lse_delta, bh, q_len, BLOCK_Q)
         for LIST in tl.static_range(2):
             dk, dv = add_key_value_gradients(
@@ -100,12 +102,12 @@ def key_value_gradient_kernel(
                 lists[LIST], q_len,
                 tensors.Stream(queries, query_descriptor, batch, head),
                 tensors.Stream(grad_outs, grad_out_descriptor, batch, head),
-                score_mods.ScoreMods(scale_log2, softcap, biases, batch, head,
+                score_mods.ScoreMods(scale_log2, softcap, biases, batch, whole_head,
                                      whole_q_len, whole_k_len,
                                      score_mods.ScorePointers(score_floats, score_integers,
                                                               score_layout),
                                      SOFTCAP, SCORE),
-                scores.DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
+                scores.DropoutState(seed, threshold, keep_scale, whole_bh, DROPOUT),
                 shape, of_values, LIST == 0, PRECISION, MASK_STAGES,
             )  # fmt: skip
 

@@ -83,6 +83,8 @@ def query_gradient_kernel(
     values = tensors.one_head(value, strides, batch, kv_head, ALIGN, INDEX)
 
     biases = score_mods.bias_of_head(bias, bias_head, head)
+    whole_head = positions.whole_head(block_positions, head)
+    whole_bh = positions.whole_bh(block_positions, batch, head, heads)
     tokens = start + positions.offset_of(of_query_blocks, row, BLOCK_Q) + tl.arange(0, BM)
     dq = tl.zeros([BM, DIMS], tl.float32)
     for LIST in tl.static_range(3 if LENGTHS else 2):
@@ -90,12 +92,12 @@ def query_gradient_kernel(
             dq, q, do, lse_log2, delta, tokens, of_key_blocks, table, lists[LIST], length,
             tensors.Stream(keys, key_descriptor, batch, kv_head),
             tensors.Stream(values, value_descriptor, batch, kv_head),
-            score_mods.ScoreMods(scale_log2, softcap, biases, batch, head,
+            score_mods.ScoreMods(scale_log2, softcap, biases, batch, whole_head,
                                  whole_q_len, whole_k_len,
                                  score_mods.ScorePointers(score_floats, score_integers,
                                                           score_layout),
                                  SOFTCAP, SCORE),
-            scores.DropoutState(seed, threshold, keep_scale, batch * heads + head, DROPOUT),
+            scores.DropoutState(seed, threshold, keep_scale, whole_bh, DROPOUT),
             shape, of_values, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), PRECISION,
             MASK_STAGES,
         )  # fmt: skip

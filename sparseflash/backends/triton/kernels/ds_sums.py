@@ -66,6 +66,7 @@ def ds_sums_kernel(
     head = tl.program_id(1)
     kv_head = head // GROUP
     biases = score_mods.bias_of_head(bias, bias_head, head)
+    whole_head = positions.whole_head(block_positions, head)
     distances = by_distance
     if by_distance is not None:
         program = head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
@@ -89,6 +90,7 @@ def ds_sums_kernel(
         q = tensors.load_rows(queries, start, q_len, shape, BM, True)  # (BM, DIMS)
         do = tensors.load_rows(grad_outs, start, q_len, of_values, BM, True)  # (BM, VALUE_DIMS)
         bh = batch * heads + head
+        whole_bh = positions.whole_bh(block_positions, batch, head, heads)
         lse_log2_row, delta_row = lse_delta_pointers(lse_delta, bh, q_len, BLOCK_Q)
         tokens = start + tl.arange(0, BM)
         query_position = start + positions.offset_of(of_query_blocks, row, BLOCK_Q)
@@ -107,13 +109,13 @@ def ds_sums_kernel(
                 lists[LIST], length,
                 tensors.Stream(keys, key_descriptor, batch, kv_head),
                 tensors.Stream(values, value_descriptor, batch, kv_head),
-                score_mods.ScoreMods(scale_log2, softcap, biases, batch, head,
+                score_mods.ScoreMods(scale_log2, softcap, biases, batch, whole_head,
                                      whole_q_len, whole_k_len,
                                      score_mods.ScorePointers(score_floats, score_integers,
                                                               score_layout),
                                      SOFTCAP, SCORE),
                 ReadSums(read_any_order, read_largest, read_fixed, read_steps),
-                scores.DropoutState(seed, threshold, keep_scale, bh, DROPOUT),
+                scores.DropoutState(seed, threshold, keep_scale, whole_bh, DROPOUT),
                 shape, of_values, LIST == 0, LIST == 2 or (LIST == 0 and LENGTHS), ADD_READS,
                 PRECISION, MASK_STAGES,
             )  # fmt: skip
