@@ -5,7 +5,7 @@ itself converts dense matrices and those of scipy.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from masks.arguments import check_dtype, check_integer
 from masks.block_mask import BlockMask, stack
 from masks.builders import from_intervals
 from masks.mask_batch import MaskBatch, check_block_mask
+
+INTEGERS = (torch.int32, torch.int64)
 
 
 class BlockSparseTensors(NamedTuple):
@@ -175,12 +177,16 @@ def from_block_lists(
         The mask.
 
     Raises:
-        TypeError: `lists` is not a BlockSparseTensors, or `pattern` is not a Pattern.
+        TypeError: `lists` is not a BlockSparseTensors of tensors of integers, or `pattern` is not
+            a Pattern.
         ValueError: The lists have several batch elements or another length; they have partial
             blocks, but there is no pattern; a count exceeds its list; or a column is outside of
             the grid or listed twice in a row.
     """
     _check_lists("lists", lists, BlockSparseTensors)
+    for kind in ("mask", "full"):
+        count, index = (f"{kind}_block_{part}" for part in ("cnt", "idx"))
+        _check_counts_and_columns(lists, count, index)
     if not isinstance(pattern, Pattern | None):
         raise TypeError(f"pattern must be a Pattern or None, got {type(pattern).__name__}")
     if lists.full_block_cnt.shape[0] != 1:
@@ -237,14 +243,17 @@ def from_cudnn_blocks(blocks: CudnnBlocks, seq_len: int | tuple[int, int]) -> Bl
         The mask.
 
     Raises:
-        TypeError: `blocks` is not a CudnnBlocks.
+        TypeError: `blocks` is not a CudnnBlocks of tensors of integers.
         ValueError: The lists have several batch elements or another length; a count exceeds its
             list; a column is outside of the grid or listed twice in a row; or block_sizes do not
             agree with seq_len.
     """
     _check_lists("blocks", blocks, CudnnBlocks)
+    _check_counts_and_columns(blocks, "q2k_block_nums", "q2k_block_index")
     index, count, sizes, side = blocks
     expected = _keys_of_blocks(Grid.of(seq_len, side))
+    if sizes is not None:
+        check_dtype("block_sizes", sizes, *INTEGERS)
     if sizes is not None and sizes.tolist() != expected.tolist():
         raise ValueError(f"block_sizes must be {expected.tolist()}, got {sizes.tolist()}")
     none = torch.zeros_like(count)
@@ -288,36 +297,62 @@ def to_cudnn_intervals(mask: BlockMask | MaskBatch, batch: int = 1) -> Tensor:
     return torch.cat(padded, dim=2).repeat(1, 1, batch)
 
 
+@overload
 def from_cudnn_intervals(
-    intervals: Tensor, k_len: int, block_size: int | tuple[int, int] = 128
-) -> BlockMask:
-    """Converts the intervals of one batch element; see to_cudnn_intervals.
+    intervals: Tensor, k_len: int, block_size: int | tuple[int, int] = 128, batch: None = None
+) -> BlockMask: ...
+@overload
+def from_cudnn_intervals(
+    intervals: Tensor, k_len: int, block_size: int | tuple[int, int] = 128, *, batch: int
+) -> MaskBatch: ...
+def from_cudnn_intervals(
+    intervals: Tensor,
+    k_len: int,
+    block_size: int | tuple[int, int] = 128,
+    batch: int | None = None,
+) -> BlockMask | MaskBatch:
+    """Converts intervals of keys; see to_cudnn_intervals.
 
     Args:
-        intervals: Integers (heads, endpoints, q_len) from 0 to k_len, with an odd number of
-            endpoints.
+        intervals: Integers (heads, endpoints, queries) from 0 to k_len, with an odd number of
+            endpoints, which do not descend.
         k_len: Number of keys, in tokens.
         block_size: Block size in tokens, one number or (bq, bk).
+        batch: Number of batch elements, whose queries follow one another; None for the mask of
+            one batch element.
 
     Returns:
-        The mask.
+        The mask; with `batch` a MaskBatch.
 
     Raises:
-        TypeError: `intervals` is not a tensor of integers.
-        ValueError: `intervals` has another shape, or an endpoint is past the keys.
+        TypeError: `intervals` is not a tensor of integers, or `batch` is not an integer.
+        ValueError: `intervals` has another shape, an endpoint is past the keys or below the one
+            before it, or `batch` does not divide the number of queries.
     """
-    check_dtype("intervals", intervals, torch.int32, torch.int64)
+    check_dtype("intervals", intervals, *INTEGERS)
     if intervals.dim() != 3 or intervals.shape[1] % 2 == 0 or 0 in intervals.shape:
         raise ValueError(
-            "intervals must be (at least 1 head, an odd number of endpoints, q_len), got "
+            "intervals must be (at least 1 head, an odd number of endpoints, queries), got "
             f"{tuple(intervals.shape)}"
         )
+    if batch is not None:
+        batch = check_integer("batch", batch, least=1)
+        if intervals.shape[2] % batch:
+            raise ValueError(f"batch must divide the {intervals.shape[2]} queries, got {batch}")
+        each = intervals.chunk(batch, dim=2)
+        return MaskBatch.from_masks([from_cudnn_intervals(x, k_len, block_size) for x in each])
     grid = Grid.of(
         (intervals.shape[2], check_integer("k_len", k_len)), block_size, intervals.device
     )
     beyond = (intervals < 0) | (intervals > k_len)
     if bool(beyond.any()):
         raise ValueError(f"intervals must be 0 to k_len {k_len}, got {int(intervals[beyond][0])}")
+    if bool((intervals.diff(dim=1) < 0).any()):
+        head, _, query = (intervals.diff(dim=1) < 0).nonzero()[0].tolist()
+        raise ValueError(
+            f"intervals must not descend, got the endpoints {intervals[head, :, query].tolist()} "
+            f"of query {query} in head {head}"
+        )
     heads = []
     for endpoints in intervals.long():
         mask = from_intervals(grid, torch.zeros_like(endpoints[0]), endpoints[0])
@@ -363,13 +398,18 @@ def from_flashinfer(blocks: FlashInferBlocks) -> BlockMask:
         A mask on the device of `blocks`.
 
     Raises:
-        TypeError: `blocks` is not a FlashInferBlocks.
+        TypeError: `blocks` is not a FlashInferBlocks of tensors of integers, or its mask is not
+            bool.
         ValueError: A mask cannot have blocks of this size; indptr does not ascend from 0 to the
             number of blocks; a column is outside of the grid or listed twice in a row; or `mask`
             has another shape.
     """
     _check_lists("blocks", blocks, FlashInferBlocks)
+    for name in ("indptr", "indices"):
+        _check_integers(name, getattr(blocks, name), ("entries",))
     indptr, indices, *sizes, pairs = blocks
+    if pairs is not None:
+        check_dtype("mask", pairs, torch.bool)
     grid = Grid.of((sizes[0], sizes[1]), (sizes[2], sizes[3]), indices.device)
     if len(indptr) != grid.nq + 1 or int(indptr[-1]) != len(indices):
         raise ValueError(
@@ -385,7 +425,7 @@ def from_flashinfer(blocks: FlashInferBlocks) -> BlockMask:
     flat, order = _sorted_blocks(grid, row, indices)
     if pairs is None:
         return BlockMask(from_full_runs(grid, from_points(flat)))
-    tiles = pack(pairs.bool())[order]
+    tiles = pack(pairs)[order]
     which = torch.arange(len(flat), device=grid.device)
     return BlockMask(assemble(grid, (0,), from_points(flat[:0]), flat, tiles, which))
 
@@ -484,6 +524,26 @@ def _mask_mod(mask: BlockMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Ten
 def _check_lists(name: str, lists: Any, expected: type) -> None:
     if not isinstance(lists, expected):
         raise TypeError(f"{name} must be {expected.__name__}, got {type(lists).__name__}")
+
+
+def _check_counts_and_columns(lists: Any, count: str, index: str) -> None:
+    """Raises unless both fields have integers, for the same batch elements, heads and rows."""
+    rows = ("batch", "heads", "rows")
+    counts = _check_integers(count, getattr(lists, count), rows)
+    columns = _check_integers(index, getattr(lists, index), (*rows, "columns"))
+    if columns.shape[:3] != counts.shape:
+        raise ValueError(
+            f"{index} must be ({', '.join(map(str, counts.shape))}, columns) like {count}, got "
+            f"{tuple(columns.shape)}"
+        )
+
+
+def _check_integers(name: str, tensor: Any, dims: tuple[str, ...]) -> Tensor:
+    """Raises unless a tensor has integers and these dims."""
+    check_dtype(name, tensor, *INTEGERS)
+    if tensor.dim() != len(dims):
+        raise ValueError(f"{name} must be ({', '.join(dims)}), got {tuple(tensor.shape)}")
+    return tensor
 
 
 def _keys_of_blocks(grid: Grid) -> Tensor:

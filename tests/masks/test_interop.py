@@ -1,5 +1,7 @@
 """Round trips through the masks of other libraries."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.attention import flex_attention
@@ -228,6 +230,9 @@ def test_cudnn_intervals_of_each_batch_element():
     intervals = interop.to_cudnn_intervals(batch)
     for b, own in enumerate(intervals.split(70, dim=2)):
         assert interop.from_cudnn_intervals(own, 70, 16) == batch[b]
+    assert interop.from_cudnn_intervals(intervals, 70, 16, batch=2) == batch
+    with pytest.raises(ValueError, match="batch must divide the 140 queries, got 3"):
+        interop.from_cudnn_intervals(intervals, 70, 16, batch=3)
     with pytest.raises(ValueError, match="batch must be 1 for a MaskBatch, got 2"):
         interop.to_cudnn_intervals(batch, 2)
     message = r"must be a BlockMask or a MaskBatch, got Pattern; pass pattern\(seq_len\)"
@@ -240,7 +245,7 @@ def test_cudnn_intervals_by_hand():
     intervals = interop.to_cudnn_intervals(masks.BlockMask.from_dense(dense, 16))
     rows = [[2, 3, 4, 4, 4], [0, 1, 3, 3, 3], [0, 0, 0, 0, 0], [0, 1, 2, 3, 4]]
     assert intervals[0].T.tolist() == rows
-    with pytest.raises(ValueError, match=r"odd number of endpoints, q_len\), got \(1, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"odd number of endpoints, queries\), got \(1, 4, 4\)"):
         interop.from_cudnn_intervals(intervals[:, :4], 4)
 
 
@@ -343,6 +348,52 @@ def test_cudnn_lists_that_do_not_fit(place, value, message):
         interop.from_cudnn_blocks(lists._replace(**{place: changed}), 128)
 
 
+CUDNN = interop.to_cudnn_blocks(FULL_BLOCKS(128, 64))
+FLASHINFER = interop.to_flashinfer(MASK)
+
+
+@pytest.mark.parametrize(
+    ("lists", "change", "message"),
+    [
+        (CUDNN, {"q2k_block_nums": None}, "q2k_block_nums must be an int32 .*, got NoneType"),
+        (CUDNN, {"q2k_block_index": CUDNN[0].float()}, "q2k_block_index must be .* got torch.fl"),
+        (
+            CUDNN,
+            {"q2k_block_index": CUDNN[0][0]},
+            r"q2k_block_index must be \(batch, heads, rows, ",
+        ),
+        (
+            CUDNN,
+            {"q2k_block_nums": CUDNN[1][:, :2]},
+            r"index must be \(1, 2, 2, columns\) like q2k",
+        ),
+        (
+            CUDNN,
+            {"block_sizes": torch.full((2,), 64.0)},
+            "block_sizes must be .* got torch.float32",
+        ),
+        (FLASHINFER, {"indices": FLASHINFER[1].float()}, "indices must be .* got torch.float32"),
+        (FLASHINFER, {"indptr": None}, "indptr must be an int32 or int64 tensor, got NoneType"),
+        (FLASHINFER, {"indptr": FLASHINFER[0][None]}, r"indptr must be \(entries\), got \(1, 3\)"),
+        (FLASHINFER, {"mask": torch.ones(3, 16, 16)}, "mask must be a bool tensor, got torch.flo"),
+    ],
+)
+def test_lists_of_other_types_and_dims_are_named(lists, change, message):
+    convert = interop.from_flashinfer
+    if isinstance(lists, interop.CudnnBlocks):
+        convert = partial(interop.from_cudnn_blocks, seq_len=128)
+    with pytest.raises((TypeError, ValueError), match=message):
+        convert(lists._replace(**change))
+
+
+def test_block_lists_of_other_types_and_dims_are_named():
+    lists = interop.to_block_lists(MASK)
+    with pytest.raises(TypeError, match=r"full_block_idx must be .* got torch.float32"):
+        interop.from_block_lists(lists._replace(full_block_idx=lists[3].float()), 32)
+    with pytest.raises(ValueError, match=r"mask_block_cnt must be \(batch, heads, rows\), got"):
+        interop.from_block_lists(lists._replace(mask_block_cnt=lists[0][0]), 32)
+
+
 def test_cudnn_blocks_have_the_keys_of_the_length():
     lists = interop.to_cudnn_blocks(masks.full()(100, 64))
     assert lists.block_sizes is not None
@@ -356,6 +407,11 @@ def test_cudnn_blocks_have_the_keys_of_the_length():
     [
         ([[[2], [5], [11]]], 10, "intervals must be 0 to k_len 10, got 11"),
         ([[[2], [-1], [3]]], 10, "intervals must be 0 to k_len 10, got -1"),
+        (
+            [[[2, 4], [3, 9], [5, 8]]],
+            10,
+            r"must not descend, got the endpoints \[4, 9, 8\] of query 1 in head 0",
+        ),
         ([], 10, r"at least 1 head, .* got \(0, 1, 1\)"),
         ([[[2]]], 10.0, "k_len must be an integer, got 10.0"),
     ],
