@@ -257,7 +257,12 @@ def parse_backends(text: str) -> tuple[str, ...]:
 def validate(method: Method) -> None:
     """Raises typer.BadParameter for settings that do not go together."""
     from experiments.cli import Baseline
+    from sparseflash.dropout import threshold
 
+    try:
+        threshold(method.dropout_p)
+    except ValueError as error:
+        raise typer.BadParameter(f"--dropout: {error}") from error
     for name in method.baselines if isinstance(method, DensityMethod) else ():
         devices = Baseline(name).devices
         if Baseline(name).approximate:

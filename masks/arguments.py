@@ -57,6 +57,13 @@ def check_integers(name: str, values: Any, least: int = -INT64_MAX) -> list[int]
     return [check_integer(f"{name}[{i}]", value, least) for i, value in enumerate(values)]
 
 
+def check_bool(name: str, value: Any) -> bool:
+    """A bool. Raises TypeError for anything else, whose truth may not be what is meant."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+    return value
+
+
 def check_floating(name: str, tensor: Any) -> None:
     """Raises TypeError for anything but a floating-point tensor."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from masks import Pattern
 from masks._core.grid import checked_seq_len
-from masks.arguments import check_floating_dtype, check_sizes, checked_device
+from masks.arguments import check_bool, check_floating_dtype, check_sizes, checked_device
 from sparseflash.arguments import AnyMask, checked_bias, checked_mask
 from sparseflash.dispatch.call import Call, empty_max_logits
 from sparseflash.dispatch.compile import compile_passes
@@ -63,7 +63,7 @@ def warmup(
         dtype: Dtype of query, key and value.
         device: Device of the calls.
         backward: Whether gradients of query, key and value will be needed.
-        key_lengths: Whether the calls will have key lengths.
+        key_lengths: Whether the calls will have key lengths, a bool.
         bias, score_tensors: As in `attention`.
         max_logits: Whether the calls will ask for the maximum logits.
         **options: As in `attention`.
@@ -76,6 +76,9 @@ def warmup(
     value_dim = head_dim if value_dim is None else value_dim
     sizes = {"heads": heads, "kv_heads": kv_heads, "batch": batch}
     check_sizes(**sizes, head_dim=head_dim, value_dim=value_dim)
+    flags = {"backward": backward, "key_lengths": key_lengths, "max_logits": max_logits}
+    for name, flag in flags.items():
+        check_bool(name, flag)
     given = None if seq_len is None else checked_seq_len(seq_len)
     device = checked_device(device)
     check_floating_dtype("dtype", dtype)

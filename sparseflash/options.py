@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from masks.arguments import check_bool
 from sparseflash.dropout import threshold
 from sparseflash.score import ScoreFunction, find_score_function
 
@@ -150,9 +151,7 @@ def _precision(name: str, precision: str) -> str:
 
 
 def _deterministic(name: str, deterministic: bool) -> bool:
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"{name} must be a bool, got {deterministic!r}")
-    return deterministic or torch.are_deterministic_algorithms_enabled()
+    return check_bool(name, deterministic) or torch.are_deterministic_algorithms_enabled()
 
 
 def _backend(name: str, backend: str) -> str:

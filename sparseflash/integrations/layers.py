@@ -106,7 +106,7 @@ def _check_indices(name: str, numbers: Sequence[int] | None, count: int) -> set[
     if numbers is None:
         return set(range(count))
     if not isinstance(numbers, Sequence) or not all(
-        isinstance(n, int) and -count <= n < count for n in numbers
+        isinstance(n, int) and not isinstance(n, bool) and -count <= n < count for n in numbers
     ):
         raise ValueError(f"{name} must be a list of {-count} to {count - 1}, got {numbers!r}")
     return {n % count for n in numbers}

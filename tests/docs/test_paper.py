@@ -160,7 +160,17 @@ def test_tables_1_and_2(paper, tmp_path):
     assert shown[0] == "**a device**"
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown[4:9]]
     assert cells[0][5:] == ["200", "1,000", "1.00", "–", "2.0", "5.0000", "+0.0000"]
-    expected = ["`local(8) or butterfly()`", "0.1", "0", "200", "2,500", "2.50", "–", "2.0", "4.9000"]
+    expected = [
+        "`local(8) or butterfly()`",
+        "0.1",
+        "0",
+        "200",
+        "2,500",
+        "2.50",
+        "–",
+        "2.0",
+        "4.9000",
+    ]
     assert cells[1][2:] == [*expected, "-0.1000"]
     assert cells[2][5:] == ["200", "out of memory", "", "", "", "", ""]
     assert [each[8] for each in cells[3:]] == ["2.50", "1.00"]  # over SDPA

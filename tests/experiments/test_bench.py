@@ -151,6 +151,10 @@ def test_every_chosen_suite_is_carried_out_with_what_was_asked_for(tmp_path, mon
             ["sparse", "--quick", "--head-dim", "64"],
             "the suite sparse has no option --quick, --head-dim",
         ),
+        (
+            ["speedup", "--dropout", "1e-6"],
+            "--dropout: dropout_p must be 0 or a number that rounds",
+        ),
         (["sparse", "--peers", "fa9"], "unknown baseline 'fa9'; known: none, sdpa"),
     ],
 )

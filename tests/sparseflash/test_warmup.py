@@ -27,6 +27,9 @@ SHAPE = {"heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
         (None, {"seq_len": "64"}, "seq_len must be an integer, got '64'"),
         (None, {"seq_len": -1}, "seq_len must be at least 1 token, got -1"),
         (None, {"seq_len": (1, 2, 3)}, r"seq_len must be an integer or a \(q, k\) pair"),
+        (None, {"seq_len": 64, "key_lengths": torch.ones(1)}, "key_lengths must be a bool, got t"),
+        (None, {"seq_len": 64, "backward": "no"}, "backward must be a bool, got 'no'"),
+        (None, {"seq_len": 64, "max_logits": 1}, "max_logits must be a bool, got 1"),
         (None, {"seq_len": 64, "dtype": "bfloat16"}, "dtype must be a floating-point torch.dtype"),
     ],
 )

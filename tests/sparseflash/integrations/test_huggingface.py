@@ -482,6 +482,7 @@ def test_a_foreign_model_runs_no_file(tmp_path, hostile):
         ("nothing.json", {}, "cannot be read from nothing.json: .* No such file"),
         (Path(__file__), {}, "cannot be read from .*test_huggingface.py: "),
         (LOCAL, {"layers": [2]}, r"layers must be a list of -2 to 1, got \[2\]"),
+        (LOCAL, {"layers": [True]}, r"layers must be a list of -2 to 1, got \[True\]"),
         (PER_HEAD, {"heads": [1]}, "heads must be None if the pattern has one for each head"),
         (None, {}, "config.sparse_pattern must be set"),
         ("nonsense", {}, "nonsense"),
