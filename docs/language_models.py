@@ -15,6 +15,8 @@ LANGUAGE_MODELS = (
     "language-model-25m-warm-up",
     "language-model-25m-warm-up-tokens",
 )
+CONTEXT = 16384  # tokens, of the sentence in the README
+WITHIN = 0.01  # of the bits per byte of dense attention
 TIMES = (1 / 4, 1 / 2, 1)  # of the time after which the first run of a record ended
 
 
@@ -187,6 +189,26 @@ def patterns(runs: dict[str, dict]) -> str:
             text += f" and {times} times the throughput"
         told.append(text)
     return f"Against dense attention with the same context: {'; '.join(told)}." if told else ""
+
+
+def briefly() -> str:
+    """A part of a sentence: the fastest pattern with about the loss of dense attention."""
+    records, found = load_each("language-model-25m-warm-up"), []
+    runs = together(records) if records else {}
+    for run in runs.values():
+        other = dense_like(run, runs)
+        if other is None or is_dense(run) or device_of(other) != device_of(run):
+            continue
+        more = run["bits_per_byte"] / other["bits_per_byte"] - 1
+        if run["model"]["context"] == CONTEXT and more <= WITHIN:
+            found.append((run["bytes_per_second"] / other["bytes_per_second"], more))
+    if not found:
+        return "not run"
+    times, more = max(found)
+    return (
+        f"{times:.2f} times as fast with a block-sparse pattern as with dense attention, to "
+        f"{100 * more:.1f} % more bits per byte (one run of each)"
+    )
 
 
 def at_equal_time(runs: dict[str, dict], device: str = "") -> str:

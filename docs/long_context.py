@@ -1,6 +1,6 @@
 """Sections of docs/performance.md: context parallelism on two GPUs."""
 
-from records import Rows, load, measured, picture
+from records import DEVICE, Rows, load, measured, picture
 
 from experiments.markdown import table
 
@@ -86,6 +86,19 @@ def long_context(record: dict) -> str:
     title = f"Weak scaling on two GPUs, {record['environment']['device']}"
     parts.append(picture(record["stem"], title))
     return "\n\n".join(filter(None, parts))
+
+
+def briefly() -> str:
+    """A part of a sentence: efficiency of weak scaling, and the all-gather's time beside it."""
+    record = runs(WEAK, DEVICE)
+    assert record is not None, f"the README needs the record {WEAK}"
+    rows = record["rows"]
+    shares = " and ".join(f"{efficiency(rows, mask):.2f} for a {mask}" for mask in AIMED)
+    times = " and ".join(f"{over(rows, mask, 'all-gather'):.2f}" for mask in AIMED)
+    return (
+        f"a weak-scaling efficiency of {shares}; an all-gather with the same kernels takes "
+        f"{times} times as long"
+    )
 
 
 def strong(record: dict) -> str:

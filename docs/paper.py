@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # as a script, and where docs is no package
 
 from documents import AUTHORS, TUNED, authors, tuned  # noqa: E402
-from language_models import LANGUAGE_MODELS, language_model, long_step  # noqa: E402
+from language_models import LANGUAGE_MODELS, briefly, language_model, long_step  # noqa: E402
 from lengths import KINDS, landscapes, parts_of_standard  # noqa: E402
 from pretraining_steps import pretraining  # noqa: E402
 from published import published_landscape  # noqa: E402
@@ -24,7 +24,7 @@ from records import newest, paragraphs  # noqa: E402
 
 from experiments.markdown import table, update, written  # noqa: E402
 
-PAGE = ROOT / "docs/paper.md"
+PAGE, README = ROOT / "docs/paper.md", ROOT / "README.md"
 THEORY = "[performance](performance.md#theory-and-measurement)"
 ARENA = "[Long Range Arena](../experiments/lra/README.md)"
 LANDSCAPE = "python -m experiments.bench landscape"
@@ -69,7 +69,12 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def main() -> int:
-    return update({PAGE: written(PAGE.read_text(), TABLES)}, check="--check" in sys.argv)
+    sentence = {"language-model": briefly}
+    pages = {
+        PAGE: written(PAGE.read_text(), TABLES),
+        README: written(README.read_text(), sentence, between=""),
+    }
+    return update(pages, check="--check" in sys.argv)
 
 
 if __name__ == "__main__":

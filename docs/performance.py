@@ -24,6 +24,7 @@ from long_context import (
     strong,
 )
 from long_context import TEXT as LONG_CONTEXT
+from long_context import briefly as scaling_briefly
 from records import (
     DEVICE,
     DIRECTIONS,
@@ -549,7 +550,8 @@ def readme() -> str:
     text = README.read_text()
     if shown := readme_picture():
         text = PICTURE.sub(lambda _: shown, text)
-    return written(written(text, {"speed": readme_table}), {"devices": readme_devices}, between="")
+    sentences = {"devices": readme_devices, "context-parallel": scaling_briefly}
+    return written(written(text, {"speed": readme_table}), sentences, between="")
 
 
 def main() -> int:

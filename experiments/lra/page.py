@@ -1,4 +1,4 @@
-"""Writes the tables of README.md here, and two sentences of the project's README, from records.
+"""Writes the tables of README.md here, and three sentences of the project's README, from records.
 
     python -m experiments.lra.page
     python -m experiments.lra.page --check   # writes nothing; exits with 1 if a page is outdated
@@ -342,6 +342,18 @@ def on_text() -> str:
     return f"{briefly(dense)} dense and {briefly(sparse)} block-sparse, {seeds_of(sparse)} each"
 
 
+def pre_trained() -> str:
+    """A part of a sentence: accuracies of Text and Image after masked pre-training."""
+    tasks = ("text", "image")
+    found = {task: group_of(f"{task}-masked", f"{task}-tuned-sparse") for task in tasks}
+    told = [
+        f"{briefly(group)} on {task.title()} ({seeds_of(group)})"
+        for task, group in found.items()
+        if group
+    ]
+    return " and ".join(told) or "not run"
+
+
 def briefly(group: dict) -> str:
     return f"{100 * group['accuracy']:.1f} %"
 
@@ -359,7 +371,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "runs": runs_table,
     "pictures": pictures,
 }
-SENTENCES: dict[str, Callable[[], str]] = {"path-x": on_path_x, "text": on_text}
+SENTENCES: dict[str, Callable[[], str]] = {
+    "path-x": on_path_x,
+    "text": on_text,
+    "pre-trained": pre_trained,
+}
 
 
 if __name__ == "__main__":

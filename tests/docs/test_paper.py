@@ -275,6 +275,28 @@ def test_runs_of_table_4_on_two_gpus_are_compared_by_bits_per_byte_alone(paper, 
         paper.TABLES["language-models"]()
 
 
+def test_the_readme_has_the_fastest_pattern_with_about_the_loss_of_dense_attention(
+    paper, tmp_path
+):
+    briefly = sys.modules["language_models"].briefly
+    assert briefly() == "not run"
+    folder = write_run(tmp_path / "run")
+    base = json.loads((folder / "result.json").read_text())
+    runs = {}
+    for name, attention, bits, speed in (
+        ("dense", "flash", 2.0, 100.0),
+        ("good", "local(8)", 2.01, 250.0),
+        ("faster", "local(4)", 2.03, 400.0),
+    ):
+        model = base["model"] | {"attention": [attention], "context": 16384}
+        facts = {"model": model, "bits_per_byte": bits, "bytes_per_second": speed}
+        runs[name] = base | facts | {"environment": FACTS | {"device": "NVIDIA H200"}}
+    record = {"name": "25m-warm-up", "device": "NVIDIA H200", "data": {}, "runs": runs}
+    write_json(tmp_path / "language-model-25m-warm-up-nvidia-h200.json", record)
+    assert briefly().startswith("2.50 times as fast with a block-sparse pattern")
+    assert "to 0.5 % more bits per byte" in briefly()
+
+
 def test_table_4_counts_equal_heads(paper):
     attention_of = sys.modules["language_models"].attention_of
     run = {"model": {"attention": ["full(); a | b; a | b", "a | b"]}}

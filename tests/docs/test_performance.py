@@ -116,10 +116,15 @@ def test_the_readme_has_a_table_and_a_sentence_for_every_other_device(
     assert "as the fastest of FlashAttention-4, FlexAttention." in performance.readme_devices()
     readme = tmp_path / "README.md"
     page = "![x](experiments/results/speedup-y.png)\n<!-- speed -->\nold\n<!-- /speed -->\n"
-    readme.write_text(f"{page}End.<!-- devices --><!-- /devices -->\n")
+    scaling = "<!-- context-parallel --><!-- /context-parallel -->"
+    readme.write_text(f"{page}End.<!-- devices --><!-- /devices -->\n{scaling}\n")
     monkeypatch.setattr(performance, "README", readme)
     speedup(tmp_path, H100)
+    of_two_gpus(tmp_path, "long-context-weak-128k-2")
     shown = performance.readme()
+    assert re.search(
+        r"efficiency of \d\.\d\d for a window and \d\.\d\d for a butterfly; an", shown
+    )
     assert shown.startswith(f"![Speed-up over the full mask against density, {H100}](")
     assert "old" not in shown
     assert "End.<!-- devices --> On one NVIDIA H100" in shown

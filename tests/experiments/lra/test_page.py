@@ -55,7 +55,7 @@ def test_deviations_and_stuck_groups(records):
 
 
 def test_every_run_has_a_row_and_sentences_their_figures(records):
-    assert page.on_path_x() == page.on_text() == "not run"
+    assert page.on_path_x() == page.on_text() == page.pre_trained() == "not run"
     leave(records, [0.7, 0.8])
     path = records / "lra-path-x-labels-nvidia-h200.json"
     record = json.loads(path.read_text())
@@ -110,7 +110,8 @@ def test_a_page_is_checked_and_written(tmp_path, monkeypatch):
     marked = "".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in page.TABLES)
     path, front = tmp_path / "README.md", tmp_path / "front.md"
     path.write_text(f"Title\n{marked}End\n")
-    front.write_text("On <!-- path-x -->old<!-- /path-x -->; <!-- text -->old<!-- /text -->.\n")
+    marks = [f"<!-- {name} -->old<!-- /{name} -->" for name in page.SENTENCES]
+    front.write_text(f"On {'; '.join(marks)}.\n")
     monkeypatch.setattr(page, "README", path)
     monkeypatch.setattr(page, "FRONT", front)
     with pytest.raises(typer.Exit) as ended:
