@@ -5,7 +5,7 @@ from model to model. It is not changed: it runs in a context that replaces torch
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 from torch import nn
@@ -32,6 +32,10 @@ class SparseProcessor:
             torch's attention also raises it.
     """
 
+    def __new__(cls, processor: Callable | None = None, *_arguments: Any, **_options: Any):
+        # None, while a copy is made, which has the class of the original.
+        return object.__new__(cls if processor is None else _with_signature_of(type(processor)))
+
     def __init__(self, processor: Callable, pattern: Pattern | str, *, backend: str = "auto"):
         if not callable(processor):
             raise TypeError(f"processor must be callable, got {type(processor).__name__}")
@@ -40,13 +44,6 @@ class SparseProcessor:
                 f"processor must have no weights of its own, got {type(processor).__name__}"
             )
         self.processor, self.pattern, self.backend = processor, as_pattern(pattern), backend
-
-        # diffusers passes only the arguments that the signature of a processor names.
-        @wraps(processor.__call__)
-        def call(*arguments: Any, **options: Any):
-            return self.__class__.__call__(self, *arguments, **options)
-
-        self.__dict__["__call__"] = call
 
     def __call__(self, *arguments: Any, **options: Any):
         mode = replace_sdpa(self.pattern, backend=self.backend)
@@ -64,6 +61,21 @@ class SparseProcessor:
         if name == "processor":  # of a copy that is being made
             raise AttributeError(name)
         return getattr(self.processor, name)
+
+
+@cache
+def _with_signature_of(kind: type) -> type[SparseProcessor]:
+    """SparseProcessor with the signature of a class of processors.
+
+    diffusers passes only the arguments that the signature of a processor names. The class has it,
+    and not the object, because torch.compile traces no calls of objects with a call of their own.
+    """
+
+    @wraps(kind.__call__)
+    def call(self: SparseProcessor, *arguments: Any, **options: Any):
+        return SparseProcessor.__call__(self, *arguments, **options)
+
+    return type("SparseProcessor", (SparseProcessor,), {"__call__": call, "__doc__": kind.__doc__})
 
 
 def sparsify(

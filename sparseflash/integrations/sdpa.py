@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, broadcast_shapes
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -23,6 +24,8 @@ class SdpaMode(TorchFunctionMode):
     saw_attention = False
 
     def __torch_function__(self, func, types, args=(), kwargs: dict[str, Any] | None = None):
+        if func is Tensor.unflatten:
+            func = torch.unflatten  # the method calls super(), which is not traced here
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.saw_attention = True

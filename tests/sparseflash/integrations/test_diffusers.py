@@ -88,9 +88,15 @@ def test_self_attention_is_by_the_pattern(sparse):
 
 def test_a_second_pattern_takes_the_place_of_the_first():
     model = diffusers.sparsify(diffusers.sparsify(Model(), "local(3)"), PATTERN)
-    processor = copy.deepcopy(model).attn1.processor
+    copied = copy.deepcopy(model)
+    processor = copied.attn1.processor
     assert isinstance(processor.processor, Processor)
     assert (processor.pattern, processor.name) == (PATTERN, "of the model")
+    processor.processor = WithoutTorchsAttention()  # of the copy alone
+    x, context = torch.randn(2, 30, 16), torch.randn(2, 7, 16)
+    model(x, context)
+    with pytest.raises(ValueError, match="WithoutTorchsAttention did not"):
+        copied(x, context)
     with pytest.raises(AttributeError, match="nothing"):
         _ = processor.nothing
 
@@ -135,12 +141,12 @@ def test_a_processor_without_torchs_attention_is_refused_in_its_first_call():
         model(torch.randn(2, 30, 16), torch.randn(2, 7, 16))
 
 
-@torch.no_grad()
-def test_a_compiled_model_attends_by_the_pattern_and_refuses_the_same():
+def test_a_compiled_model_is_one_graph_and_refuses_the_same():
+    torch._dynamo.reset()
     model, x = diffusers.sparsify(Attention(), PATTERN), torch.randn(2, 30, 16)
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(compiled(x), model(x))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x))
     model.processor.processor = WithoutTorchsAttention()
-    with pytest.raises(ValueError, match="attention, which WithoutTorchsAttention did not"):
-        compiled(x)
+    with pytest.raises(Exception, match="WithoutTorchsAttention did not"):
+        torch.compile(model, backend="eager")(x)
+    torch._dynamo.reset()
