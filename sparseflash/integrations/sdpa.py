@@ -40,9 +40,9 @@ class replace_sdpa(SdpaMode):
     """A context in which torch's scaled_dot_product_attention attends by a mask.
 
     A BlockMask replaces the attention of calls with its lengths. A Pattern replaces that of calls
-    with as many keys as queries. Other calls, such as cross-attention, are unchanged. Calls inside
-    torch's own functions, such as torch.nn.MultiheadAttention, cannot be replaced; see
-    nn.SparseAttention.from_torch.
+    with as many keys as queries. Tensors may have any number of dims. Other calls, such as
+    cross-attention, are unchanged. Calls inside torch's own functions, such as
+    torch.nn.MultiheadAttention, cannot be replaced; see nn.SparseAttention.from_torch.
 
         with sparseflash.replace_sdpa("local(256)"):
             out = model(x)
@@ -80,7 +80,7 @@ class replace_sdpa(SdpaMode):
         """scaled_dot_product_attention; its arguments are torch's."""
         lengths = (*query.shape[-2:-1], *key.shape[-2:-1])
         own = self.mask.seq_len if isinstance(self.mask, BlockMask) else query.shape[-2:-1] * 2
-        if lengths != own or query.dim() != 4:
+        if lengths != own:
             options = {"scale": scale, "enable_gqa": enable_gqa}
             torch_arguments = (attn_mask, dropout_p, is_causal)
             return scaled_dot_product_attention(query, key, value, *torch_arguments, **options)
@@ -88,10 +88,11 @@ class replace_sdpa(SdpaMode):
             raise ValueError(
                 f"attn_mask must be None if attention is replaced, got {tuple(attn_mask.shape)}"
             )
-        tensors = _broadcast(query, key, value, enable_gqa)
+        query, key, value, lead = _broadcast(query, key, value, enable_gqa)
         mask = self._causal() if is_causal else self.mask
         options = {"scale": scale, "dropout_p": dropout_p, "backend": self.backend}
-        return attention(*tensors, mask, **options)
+        out = attention(query, key, value, mask, **options)
+        return out.reshape(*lead, *out.shape[-2:])
 
     def _causal(self) -> Pattern | BlockMask:
         causal = in_size(masks.causal(), self.mask.block_size)
@@ -102,21 +103,33 @@ class replace_sdpa(SdpaMode):
 
 def _broadcast(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
     """Broadcasts batch dims as torch does, and without enable_gqa also heads.
+
+    Torch's attention takes any number of dims: the last one before tokens is that of heads.
+
+    Returns:
+        query, key and value, each (batch, heads, tokens, dim), and the dims of the output before
+        tokens.
 
     Raises:
         ValueError: The tensors do not broadcast.
     """
-    if key.dim() != 4 or value.dim() != 4:
-        return query, key, value  # attention refuses them
-    heads = query.shape[1], key.shape[1]
+    given = (query, key, value)
+    dims = max(x.dim() for x in given)
+    query, key, value = (x[(None,) * (max(dims, 4) - x.dim())] for x in given)
+    heads = query.shape[-3], key.shape[-3]
     if not enable_gqa and len({*heads} - {1}) > 1:
         raise ValueError(f"enable_gqa must be True for query and key of {heads} heads")
     try:
-        lead = broadcast_shapes(*(x.shape[: 1 if enable_gqa else 2] for x in (query, key, value)))
+        batch = broadcast_shapes(
+            *(x.shape[: -3 if enable_gqa else -2] for x in (query, key, value))
+        )
     except RuntimeError as error:
-        shapes = [tuple(x.shape) for x in (query, key, value)]
+        shapes = [tuple(x.shape) for x in given]
         raise ValueError(f"query, key and value must broadcast, got {shapes}") from error
-    query, key, value = (x.expand(*lead, *x.shape[len(lead) :]) for x in (query, key, value))
-    return query, key, value
+    query, key, value = (
+        x.expand(*batch, *x.shape[len(batch) :]).flatten(0, -4) for x in (query, key, value)
+    )
+    lead = (*batch, query.shape[1]) if enable_gqa else batch
+    return query, key, value, torch.Size(lead[len(lead) - dims + 2 :])

@@ -68,13 +68,38 @@ def test_keys_are_broadcast_as_torch_does(shape):
 
 
 @pytest.mark.parametrize(
+    ("shapes", "grouped"),
+    [
+        ([(40, 8)] * 3, False),
+        ([(4, 40, 8)] * 3, False),
+        ([(3, 2, 4, 40, 8)] * 3, False),
+        ([(3, 1, 4, 40, 8), (2, 1, 40, 8), (40, 8)], False),
+        ([(4, 40, 8), (2, 40, 8), (2, 40, 8)], True),
+        ([(3, 2, 4, 40, 8), (2, 2, 40, 8), (1, 2, 40, 5)], True),
+    ],
+)
+def test_calls_of_any_number_of_dims(shapes, grouped):
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    with sparseflash.replace_sdpa(PATTERN):
+        out = sdpa(*inputs, enable_gqa=grouped)
+    expected = sdpa(*inputs, PATTERN(40).to_dense(), enable_gqa=grouped)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)
+    )
+
+
+@pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({}, r"enable_gqa must be True for query and key of \(4, 2\) heads"),
         ({"enable_gqa": True, "scale": 0.0}, "scale must be positive and finite, got 0.0"),
         ({"enable_gqa": True, "dropout_p": 1.0}, r"dropout_p must be in \[0, 1\), got 1.0"),
         ({"value": torch.zeros(3, 4, 40, 8)}, r"query, key and value must broadcast, got \[\(2"),
-        ({"value": torch.zeros(4, 40, 8)}, r"value must be \(batch, heads, seq, head_dim\)"),
+        (
+            {"value": torch.zeros(2, 2, 4, 40, 8)[..., 0]},
+            r"query, key and value must broadcast, got",
+        ),
     ],
 )
 def test_calls_that_are_not_replaced_are_named(changed, message):
