@@ -83,7 +83,7 @@ class Round:
     queries: Tokens
     attending: Tokens
     attending_at: Tokens
-    mask: BlockMask | None
+    mask: BlockMask | MaskBatch | None
     packed: Tokens
 
     @property
@@ -185,7 +185,7 @@ class SharedRows:
     tokens: list[int]
     order: Tensor
     positions: Positions
-    mask: BlockMask
+    mask: BlockMask | MaskBatch
     chunks: int
     mask_of_chunks: BlockMask | MaskBatch
 
@@ -212,7 +212,7 @@ class Part:
     rows: Tensor
     columns: Tensor
     positions: Positions
-    mask: BlockMask | None
+    mask: BlockMask | MaskBatch | None
     rounds: tuple[Round, ...]
     order: tuple[tuple[int, Heads], ...]
     gradients_per_key: int
@@ -476,6 +476,44 @@ def part_of(
         shared=shared,
         in_place=fetches[0].in_place(rank) if split == "in place" else None,
     )
+
+
+def part_of_batch(part: Part, batch: MaskBatch, shared: Tensor) -> Part:
+    """The part of a rank with a mask for each batch element.
+
+    Args:
+        part: The part for the union of their masks: the same rows, keys and exchanges.
+        batch: The masks of the whole sequence.
+        shared: int64, the block rows that all ranks share.
+    """
+    whole = [batch[index] for index in range(len(batch))]
+    without_shared = [Workload.of(mask, shared).mask for mask in whole]
+
+    def masks_of(each: list[BlockMask], rows: Tensor, columns: Tensor) -> list[BlockMask]:
+        return [mask.take_blocks(rows, columns) for mask in each]
+
+    mask, rounds, of_shared = part.mask, [*part.rounds], part.shared
+    if isinstance(mask, BlockMask):  # it has no waiting rows with split="rows"
+        own = masks_of(without_shared, part.rows, part.columns)
+        mask = MaskBatch.from_masks([each & mask for each in own])
+    for index, heads in part.order:
+        here = rounds[index]
+        if isinstance(here.mask, BlockMask):  # else it was replaced for the heads before
+            of_heads = [mask_of_heads(each, heads) for each in without_shared]
+            own = masks_of(of_heads, part.rows[here.rows], here.columns)
+            rounds[index] = replace(here, mask=MaskBatch.from_masks(own))
+    if of_shared is not None:
+        found = MaskBatch.from_masks(masks_of(whole, shared, part.columns))
+        of_shared = replace(of_shared, mask=found, chunks=1, mask_of_chunks=found)
+    return replace(part, mask=mask, rounds=tuple(rounds), shared=of_shared)
+
+
+def mask_of_heads(mask: BlockMask, heads: Heads) -> BlockMask:
+    """The mask of some heads; the mask itself if it has one head, which applies to all."""
+    if mask.num_heads == 1:
+        return mask
+    indices = range(mask.num_heads)[heads.of(mask.num_heads)]
+    return masks.stack([mask.head(head) for head in indices])
 
 
 def _own_mask(fetches: Sequence[Fetches], rank: int, by_rows: bool) -> BlockMask | None:

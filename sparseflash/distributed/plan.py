@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import masks
-from masks import BlockMask
+from masks import BlockMask, MaskBatch
 from masks._parse import UNREADABLE
 from masks.arguments import check_floating_dtype, check_integer, check_integers
+from masks.mask_batch import check_block_mask
 from masks.registry import Caching
 from masks.serialize import read_json
 from sparseflash.distributed.assign import NO_ROWS, Split, Workload
@@ -30,13 +31,22 @@ from sparseflash.distributed.model import (
     copied_tokens,
     pairwise_distances,
 )
-from sparseflash.distributed.part import Fetches, Heads, Part, part_of, shared_rows_of
+from sparseflash.distributed.part import (
+    Fetches,
+    Heads,
+    Part,
+    mask_of_heads,
+    part_of,
+    part_of_batch,
+    shared_rows_of,
+)
 from sparseflash.distributed.plan_arguments import (
     check_owner,
     check_plan_mask,
     checked_rounds,
     checked_rows,
     ranks_of,
+    union_of,
 )
 from sparseflash.distributed.report import Report, report_of
 from sparseflash.distributed.traffic import Assignment, Costs
@@ -67,6 +77,8 @@ class ContextPlan(Caching):
         shared: int64, the block rows that all ranks share: each rank computes their attention to
             its own keys, and the owner of a row merges the results.
         otherwise: With split "in place", (split, groups) of calls that are not computed so.
+        batch: The mask of each batch element, on the CPU; `mask` is the union of these masks, by
+            which tokens are assigned and keys exchanged. None if all batch elements have `mask`.
     """
 
     mask: BlockMask
@@ -78,6 +90,7 @@ class ContextPlan(Caching):
     groups: int = 1
     shared: Tensor = NO_ROWS
     otherwise: tuple[Split, int] = ("rows", 1)
+    batch: MaskBatch | None = None
 
     @property
     def seq_len(self) -> int:
@@ -200,7 +213,10 @@ class ContextPlan(Caching):
             fetches, shared = self._fetches(groups), None
             if len(self.shared):
                 shared = shared_rows_of(self.mask, fetches[0], rank)
-            self.cache[key] = part_of(fetches, groups, rank, self.split, shared)
+            part = part_of(fetches, groups, rank, self.split, shared)
+            if self.batch is not None:
+                part = part_of_batch(part, self.batch, self.shared)
+            self.cache[key] = part
         if (*key, device) not in self.cache:
             self.cache[*key, device] = self.cache[key].to(device)
         return self.cache[*key, device]
@@ -228,7 +244,11 @@ class ContextPlan(Caching):
         if self.mask.num_heads == 1:
             return self
         if ("of heads", heads) not in self.cache:
-            self.cache["of heads", heads] = replace(self, mask=self._mask_of_heads(heads))
+            mask, batch = mask_of_heads(self.mask, heads), self.batch
+            if batch is not None:
+                elements = [mask_of_heads(batch[index], heads) for index in range(len(batch))]
+                batch = MaskBatch.from_masks(elements)
+            self.cache["of heads", heads] = replace(self, mask=mask, batch=batch)
         return self.cache["of heads", heads]
 
     def head_groups(self, kv_heads: int) -> int:
@@ -349,8 +369,9 @@ class ContextPlan(Caching):
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the plan, by which ranks check that their plans are equal."""
-        blocks, digest = self.mask.block_set, hashlib.sha256()
-        shape = (self.mask.seq_len, self.mask.block_size, self.mask.head_to_mask)
+        mask, batches = self._stored
+        blocks, digest = mask.block_set, hashlib.sha256()
+        shape = (mask.seq_len, mask.block_size, mask.head_to_mask, batches)
         digest.update(
             repr((*shape, self.ranks, self.round_tokens, self.split, self.groups)).encode()
         )
@@ -360,6 +381,11 @@ class ContextPlan(Caching):
             digest.update(repr(tuple(tensor.shape)).encode())
             digest.update(tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()
+
+    @property
+    def _stored(self) -> tuple[BlockMask, int]:
+        """(the masks from which all others follow, the number of batch elements that have them)"""
+        return (self.mask, 1) if self.batch is None else (self.batch.stacked, len(self.batch))
 
     def report(
         self,
@@ -395,17 +421,20 @@ class ContextPlan(Caching):
         return report_of(self, batch, kv_heads, queries, (head_dim, value_dim), dtype)
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan to a safetensors file. `masks.load` can read the mask from this file.
+        """Writes the plan to a safetensors file. `masks.load` can read the mask from this file, or
+        MaskBatch.stacked if each batch element has a mask.
 
         Args:
             path: The file, which is overwritten if it exists.
         """
-        masks.save(self.mask, path)
+        mask, batches = self._stored
+        masks.save(mask, path)
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata())
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         header = {"ranks": self.ranks, "strategy": self.strategy, "rounds": self.round_tokens}
         header |= {"split": self.split, "groups": self.groups, "otherwise": self.otherwise}
+        header |= {"batches": batches}
         tensors |= {"owner": self.owner, "shared": self.shared}
         save_file(tensors, path, metadata | {HEADER: json.dumps(header)})
 
@@ -445,7 +474,7 @@ class ContextPlan(Caching):
             f"round_tokens={self.round_tokens}, "
             f"shared_rows={len(self.shared)}, imbalance={report.imbalance:.2f}, "
             f"moves={report.share:.2%} of an all-gather, at least {report.least_share:.2%}, "
-            f"mask={self.mask})"
+            f"mask={self.mask if self.batch is None else self.batch})"
         )
 
     @cached_property
@@ -469,16 +498,12 @@ class ContextPlan(Caching):
     def _of_groups(self, groups: int) -> list[Assignment]:
         """The assignment of each group of heads."""
         if ("assignments", groups) not in self.cache:
-            of_heads = (self._mask_of_heads(Heads(number, groups)) for number in range(groups))
+            of_heads = (mask_of_heads(self.mask, Heads(n, groups)) for n in range(groups))
             self.cache["assignments", groups] = [
                 Assignment(Workload(mask, self.shared), self.owner, self.ranks)
                 for mask in of_heads
             ]
         return self.cache["assignments", groups]
-
-    def _mask_of_heads(self, heads: Heads) -> BlockMask:
-        indices = range(self.mask.num_heads)[heads.of(self.mask.num_heads)]
-        return masks.stack([self.mask.head(head) for head in indices])
 
     def _rank(self, rank: int) -> int:
         return check_integer("rank", rank, least=0, most=self.ranks - 1)
@@ -489,12 +514,17 @@ class ContextPlan(Caching):
 
 def _saved_plan(mask: Any, saved: Mapping[str, Any], owner: Tensor, shared: Tensor) -> ContextPlan:
     """The plan in the contents of a file. Raises if a part is missing or invalid."""
+    check_block_mask(mask)
+    batch = None
+    if (batches := check_integer("batches", saved.get("batches", 1), least=1)) > 1:
+        batch = MaskBatch(mask, batches)
+        mask = union_of(batch)
     check_plan_mask(mask)
     chosen = saved["split"], check_integer("groups", saved["groups"])
     otherwise = tuple(saved.get("otherwise", ("rows", 1)))
     not_in_place = tuple(choice for choice in CHOICES if choice[0] != "in place")
     workload = Workload(mask)
-    allowed = CHOICES if can_be_in_place(workload) else not_in_place
+    allowed = CHOICES if can_be_in_place(workload) and batch is None else not_in_place
     for name, each, choices in (
         ("split and groups", chosen, allowed),
         ("otherwise", otherwise, not_in_place),
@@ -510,7 +540,7 @@ def _saved_plan(mask: Any, saved: Mapping[str, Any], owner: Tensor, shared: Tens
     rows = torch.tensor(checked_rows(shared, mask.grid.nq), dtype=torch.int64)
     name = str(saved["strategy"])
     assigned = (mask, ranks, name, torch.tensor(numbers), rounds)
-    return ContextPlan(*assigned, *chosen, rows, otherwise)
+    return ContextPlan(*assigned, *chosen, rows, otherwise, batch)
 
 
 def _check_tokens(name: str, tensor: Any, dim: Any, count: int, tokens: str) -> None:

@@ -1,23 +1,34 @@
 """Checks of what makes a plan: arguments of `make_plan`, and the contents of a saved plan."""
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import pairwise
+from operator import or_
 from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from masks import BlockMask
+from masks import BlockMask, MaskBatch
 from masks.arguments import check_integer, check_integers
 from masks.mask_batch import check_block_mask
 
 
 def check_plan_mask(mask: Any) -> None:
-    """Raises if this is not the mask of a sequence that attends itself."""
-    check_block_mask(mask)
+    """Raises if these are not masks of a sequence that attends itself."""
+    if not isinstance(mask, MaskBatch):
+        check_block_mask(mask, "a BlockMask or a MaskBatch")
     if mask.grid.q_len != mask.grid.k_len:
         raise ValueError(f"mask must have as many queries as keys, got {mask.seq_len}")
+
+
+def union_of(batch: MaskBatch) -> BlockMask:
+    """The mask of the pairs that attend in any batch element, for each head."""
+    if "union" not in batch.cache:
+        elements = dict.fromkeys(batch[index] for index in range(len(batch)))
+        batch.cache["union"] = reduce(or_, elements)
+    return batch.cache["union"]
 
 
 def ranks_of(ranks: int | ProcessGroup | DeviceMesh, units: int) -> int:
@@ -41,7 +52,9 @@ def check_owner(owner: Sequence[int], units: int, ranks: int) -> None:
         )
 
 
-def checked_rounds(round_tokens: int | None, split: str, mask: BlockMask) -> int | None:
+def checked_rounds(
+    round_tokens: int | None, split: str, mask: BlockMask | MaskBatch
+) -> int | None:
     """The value of round_tokens; raises if it or the split is invalid."""
     if split not in ("auto", "in place", "rows", "keys"):
         raise ValueError(f'split must be "auto", "in place", "rows" or "keys", got {split!r}')

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from masks import BlockMask
+from masks import BlockMask, MaskBatch
 from masks.arguments import check_integers
 from sparseflash.distributed.assign import STRATEGIES, Split, Strategy, Workload, heavy_rows
 from sparseflash.distributed.model import FETCH_COST, can_be_in_place, choose_split
@@ -20,6 +20,7 @@ from sparseflash.distributed.plan_arguments import (
     checked_rounds,
     checked_rows,
     ranks_of,
+    union_of,
 )
 from sparseflash.distributed.traffic import Assignment
 
@@ -27,7 +28,7 @@ ABOUT = 1.05  # predicted times, or traffic, within this factor count as equal
 
 
 def make_plan(
-    mask: BlockMask,
+    mask: BlockMask | MaskBatch,
     ranks: int | ProcessGroup | DeviceMesh,
     strategy: str | Sequence[int] | Tensor = "auto",
     *,
@@ -42,7 +43,9 @@ def make_plan(
     plan is cached with the mask.
 
     Args:
-        mask: The mask of the whole sequence, with as many queries as keys.
+        mask: The mask of the whole sequence, with as many queries as keys; or one for each batch
+            element. Then a rank receives the keys that its queries attend in any of them, and the
+            counts of the plan are those of the union of the masks.
         ranks: Number of ranks, at most one for each unit of max(block_size) tokens; or the process
             group or one-dimensional mesh of these ranks.
         strategy: "contiguous", "zigzag", "zigzag by document", "balanced chunks", "contiguous with
@@ -81,7 +84,7 @@ def make_plan(
         TypeError, ValueError: An argument is invalid; the message names it.
     """
     check_plan_mask(mask)
-    ranks = ranks_of(ranks, Workload(mask).units)
+    ranks = ranks_of(ranks, -(-mask.grid.q_len // max(mask.block_size)))
     if not isinstance(fetch_cost, int | float) or not 0 < fetch_cost < math.inf:
         raise ValueError(f"fetch_cost must be a positive number, got {fetch_cost!r}")
     round_tokens = checked_rounds(round_tokens, split, mask)
@@ -94,7 +97,7 @@ def make_plan(
 
 
 def _planned(
-    mask: BlockMask,
+    given: BlockMask | MaskBatch,
     ranks: int,
     strategy: str | tuple[int, ...],
     round_tokens: int | None,
@@ -103,27 +106,30 @@ def _planned(
     fetch_cost: float,
 ) -> ContextPlan:
     """The plan for arguments that have been checked."""
+    batch = given if isinstance(given, MaskBatch) and len(given) > 1 else None
+    mask = given if isinstance(given, BlockMask) else union_of(given)
     workloads = [Workload.of(mask, torch.tensor(shared_rows or (), dtype=torch.int64))]
     if shared_rows is None and ranks > 1 and len(heavy := heavy_rows(mask)):
         workloads.append(Workload.of(mask, heavy))
     strategies = _strategies(strategy, mask, ranks)
     name, assignment = _fastest(workloads, strategies, ranks, fetch_cost)
-    possible = can_be_in_place(assignment.workload)
+    possible = batch is None and can_be_in_place(assignment.workload)
     if split == "in place" and not possible:
         raise ValueError(
-            'split must be "auto", "rows" or "keys" if heads have different masks or a block '
-            f'is clipped, got "in place" for {mask}'
+            'split must be "auto", "rows" or "keys" if heads or batch elements have different '
+            f'masks or a block is clipped, got "in place" for {given}'
         )
     chosen: tuple[Split, int] = ("keys", 1)
     otherwise: tuple[Split, int] = ("rows", 1)
     if round_tokens is None:
-        chosen = choose_split(assignment, fetch_cost, split)
+        any_possible = "auto" if possible else "not in place"
+        chosen = choose_split(assignment, fetch_cost, any_possible if split == "auto" else split)
         if chosen[0] == "in place":
             otherwise = choose_split(assignment, fetch_cost, "not in place")
     elif split == "in place" or (split == "auto" and possible and assignment.costs.traffic.any()):
         chosen, otherwise = ("in place", 1), chosen
     assigned = (mask, ranks, name, assignment.owner, round_tokens)
-    plan = ContextPlan(*assigned, *chosen, assignment.workload.shared, otherwise)
+    plan = ContextPlan(*assigned, *chosen, assignment.workload.shared, otherwise, batch)
     return plan.with_assignment(assignment)
 
 

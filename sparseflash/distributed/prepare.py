@@ -222,7 +222,7 @@ class Prepared:
 
     def _in_place_call(
         self,
-        mask: BlockMask | None,
+        mask: BlockMask | MaskBatch | None,
         order: Tensor | None,
         groups: int,
         skips_empty_rows: bool = False,
@@ -407,6 +407,11 @@ def prepare(
         )
     seed_tensor = arguments.checked_seed(seed, checked.dropout_p)
     check_heads("plan must be made for a mask of", plan.mask, query, key)
+    if plan.batch is not None and len(plan.batch) != len(query):
+        raise ValueError(
+            f"query must have the {len(plan.batch)} batch elements of the masks of the plan, got "
+            f"{tuple(query.shape)}"
+        )
     groups = plan.head_groups(key.shape[1])
     own_mask = plan.mask if mask is None else mask
     facts = CallFacts.of(own_mask, key_lengths is not None, bias, max_logits, score_tensors)
@@ -443,6 +448,11 @@ def check_selected(mask: DynamicMask, plan: ContextPlan, rank: int) -> None:
         raise TypeError(
             f"mask must be a DynamicMask selected from plan.mask_of({rank}), got "
             f"{type(mask).__name__}"
+        )
+    if plan.batch is not None:
+        raise ValueError(
+            "mask must be None if the plan has a mask for each batch element, from which a "
+            "DynamicMask cannot select"
         )
     if len(plan.shared):
         raise ValueError(

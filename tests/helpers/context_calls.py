@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import masks
-from masks import BlockMask
+from masks import BlockMask, MaskBatch
 from sparseflash.distributed import ContextPlan, make_plan
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIMS, BLOCK = 2, 4, 2, 210, 8, 16
@@ -38,6 +38,20 @@ def mask_of(name: str, length: int = LENGTH) -> BlockMask:
     return patterns[name](length, BLOCK)
 
 
+def masks_of(name: str) -> BlockMask | MaskBatch:
+    """The mask of a case, or those of each batch element."""
+    batches = {
+        "batch": ["causal", "random"],
+        "batch of documents": ["documents", "global tokens"],
+        "batch with an empty mask": ["nothing", "empty rows"],
+        "batch of equal masks": ["butterfly", "butterfly"],
+        "batch of head masks": ["head masks", "causal"],
+    }
+    if name not in batches:
+        return mask_of(name)
+    return MaskBatch.from_masks([mask_of(each) for each in batches[name]])
+
+
 def inputs(dtype: torch.dtype, value_dim: int = DIMS, length: int = LENGTH) -> tuple[Tensor, ...]:
     """query, key, value and the gradients of out and lse."""
     generator = torch.Generator().manual_seed(0)
@@ -47,7 +61,7 @@ def inputs(dtype: torch.dtype, value_dim: int = DIMS, length: int = LENGTH) -> t
     return tuple(torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
 
 
-def plan_of(mask: BlockMask, ranks: int, strategy: str, split: str) -> ContextPlan:
+def plan_of(mask: BlockMask | MaskBatch, ranks: int, strategy: str, split: str) -> ContextPlan:
     """A plan; split "rounds" is by keys, in several rounds, "shared" has rows that ranks share."""
     options: dict[str, Any] = {"split": split}
     if split in ("rounds", "shared rounds"):

@@ -19,6 +19,7 @@ from tests.helpers.context_calls import (
     WHOLE,
     inputs,
     mask_of,
+    masks_of,
     plan_of,
 )
 from tests.helpers.in_place import in_place_on_cpus
@@ -37,7 +38,7 @@ def bytes_moved(rank: int, mask_name: str, strategy: str, split: str) -> list[li
             moved[i] += row_bytes * (sum(splits) - splits[rank])  # its own stay where they are
         return exchange(output, source, receive_splits, send_splits, *arguments, **keywords)
 
-    plan = plan_of(mask_of(mask_name), dist.get_world_size(), strategy, split)
+    plan = plan_of(masks_of(mask_name), dist.get_world_size(), strategy, split)
     value_dim = 2 * DIMS
     given = inputs(torch.float64, value_dim)[:3]
     own = [plan.shard(x, rank, 2).requires_grad_() for x in given]

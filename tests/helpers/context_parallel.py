@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import masks
 import sparseflash
-from masks import BlockMask, DynamicMask
+from masks import BlockMask, DynamicMask, MaskBatch
 from sparseflash.dispatch.call import Call
 from sparseflash.distributed import (
     ContextPlan,
@@ -36,6 +36,7 @@ from tests.helpers.context_calls import (
     difference,
     inputs,
     mask_of,
+    masks_of,
     plan_in_groups,
     plan_in_place,
     plan_of,
@@ -48,7 +49,7 @@ def errors(
     rank: int, mask_name: str, strategy: str, split: str, extras: dict[str, Any]
 ) -> dict[str, float]:
     """The largest difference to one process of out, lse and each gradient."""
-    mask = mask_of(mask_name)
+    mask = masks_of(mask_name)
     plan = plan_of(mask, dist.get_world_size(), strategy, split)
     extras = dict(extras)
     if extras.pop("reads", False):
@@ -248,7 +249,7 @@ def _score_of_tensors() -> ScoreFunction:
 def errors_of_call(
     rank: int,
     plan: ContextPlan,
-    used: tuple[BlockMask | DynamicMask, DynamicMask | None],
+    used: tuple[BlockMask | MaskBatch | DynamicMask, DynamicMask | None],
     given: tuple[Tensor, ...],
     extras: dict[str, Any],
     kernels: bool = False,
@@ -317,23 +318,29 @@ def fuzzed(rank: int, seed: int) -> dict[str, float]:
 
     grid = [-(-length // side) for side in block]
     num_masks = rng.choice((1, kv_heads, heads))
-    dense = chosen(rng.choice((0.1, 0.5, 0.9)), num_masks, *grid)
-    for dim, side in enumerate(block):
-        dense = dense.repeat_interleave(side, dim + 1)
-    dense = dense[:, :length, :length] & chosen(rng.choice((0.3, 1.0)), 1, length, length)
-    mask = BlockMask.from_dense(dense if num_masks > 1 else dense[0], block)
+
+    def random_mask() -> BlockMask:
+        dense = chosen(rng.choice((0.1, 0.5, 0.9)), num_masks, *grid)
+        for dim, side in enumerate(block):
+            dense = dense.repeat_interleave(side, dim + 1)
+        dense = dense[:, :length, :length] & chosen(rng.choice((0.3, 1.0)), 1, length, length)
+        return BlockMask.from_dense(dense if num_masks > 1 else dense[0], block)
+
+    mask: BlockMask | MaskBatch = random_mask()
+    if rng.random() < 0.3:
+        mask = MaskBatch.from_masks([mask, *(random_mask() for _ in range(batch - 1))])
 
     units = -(-length // max(block))
     own = [*range(ranks), *(rng.randrange(ranks) for _ in range(units - ranks))]
     strategy = rng.choice((*STRATEGIES[:2], "auto", own))
-    selects = rng.random() < 0.4
+    selects = isinstance(mask, BlockMask) and rng.random() < 0.4
     rows = () if selects else tuple(row for row in range(grid[0]) if rng.random() < 0.15)
     options: dict[str, Any] = {"shared_rows": rows}
     options |= rng.choice(({"split": "rows"}, {"split": "keys"}, {"round_tokens": 3 * block[1]}))
     plan = make_plan(mask, ranks, strategy, **options)
 
-    used: tuple[BlockMask | DynamicMask, DynamicMask | None] = (mask, None)
-    if selects:
+    used: tuple[BlockMask | MaskBatch | DynamicMask, DynamicMask | None] = (mask, None)
+    if selects and isinstance(mask, BlockMask):
         most = num_masks if num_masks > 1 else heads
         blocks = chosen(0.6, rng.choice((1, batch)), rng.choice((1, most)), *grid)
         mine = blocks[:, :, plan.part(rank).rows]
@@ -392,7 +399,7 @@ def errors_with_shared_heads(
 
     With "selects" each batch element and head has the blocks with the highest scores.
     """
-    mesh, mask, extras = init_device_mesh("cpu", (2, 2)), mask_of(mask_name), dict(extras)
+    mesh, mask, extras = init_device_mesh("cpu", (2, 2)), masks_of(mask_name), dict(extras)
     plan = plan_of(mask, mesh.get_group(0).size(), "zigzag", split)
     if extras.pop("reads", False):
         table = torch.linspace(-2, 2, HEADS * 50, dtype=torch.float64).view(HEADS, 50).sin()
@@ -410,6 +417,7 @@ def errors_with_shared_heads(
     used = mask
     if scores is not None:
         whole_shared["scores"] = scores.clone().requires_grad_()
+        assert isinstance(mask, BlockMask)
         used = mask.select_topk(whole_shared["scores"], 3)
     read = _reads({name: x for name, x in whole_shared.items() if name != "scores"})
     out, lse, *max_logits = sparseflash.attention(*whole, used, return_lse=True, **read, **extras)

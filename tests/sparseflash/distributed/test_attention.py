@@ -28,6 +28,10 @@ MASKS = (
     *("causal", "window and sink", "random", "empty rows", "global tokens", "documents"),
     *("head masks", "key head masks", "butterfly", "dense", "nothing"),
 )
+BATCHES = (
+    *("batch", "batch of documents", "batch with an empty mask", "batch of equal masks"),
+    "batch of head masks",
+)
 IN_PLACE = (
     *("in place", "in place, shared rows"),
     *("in place, groups", "in place, groups, shared rows"),
@@ -188,7 +192,7 @@ def test_simulated_kernels_write_where_the_dims_of_a_head_are_contiguous(two_ran
 @pytest.mark.parametrize("split", ["keys", "rounds", "rows"])
 def test_rows_that_kernels_leave_unwritten_are_not_read(ranks, split):
     unwritten = 0
-    for mask in ("butterfly", "random", "empty rows", "head masks"):
+    for mask in ("butterfly", "random", "empty rows", "head masks", *BATCHES):
         answers = ranks.run(cases.errors_with_unwritten_rows, mask, split)
         check_exact([errors for errors, _ in answers])
         unwritten += sum(number for _, number in answers)
@@ -257,6 +261,43 @@ def test_results_are_returned_as_in_one_process():
         for mine, one in zip(found, expected, strict=True):
             assert torch.equal(mine, one)
             assert (mine.dtype, mine.requires_grad) == (one.dtype, one.requires_grad)
+
+
+@pytest.mark.parametrize("mask", BATCHES)
+@pytest.mark.parametrize("split", ["rows", "keys", "rounds", "shared rows"])
+def test_a_mask_for_each_batch_element(ranks, mask, split):
+    for strategy in ("contiguous", "shuffled"):
+        check_exact(ranks.run(cases.errors, mask, strategy, split, {}))
+    check_exact(ranks.run(cases.errors_with_filled_memory, mask, split, MAX_LOGITS))
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_a_mask_for_each_batch_element_with_all_else(two_ranks, extra):
+    for mask, split in (("batch", "shared rows"), ("batch of head masks", "rows")):
+        check_exact(two_ranks.run(cases.errors, mask, "shuffled", split, EXTRAS[extra]))
+
+
+def test_a_mask_for_each_batch_element_and_shared_heads(four_ranks):
+    for mask in ("batch", "batch of head masks"):
+        for split in ("rows", "shared rows"):
+            for extra in ({}, EXTRAS["maximum logits of all"]):
+                check_exact(four_ranks.run(cases.errors_with_shared_heads, mask, split, extra))
+
+
+def test_what_masks_of_a_batch_do_not_take_is_named():
+    batch = masks.MaskBatch.from_masks([masks.causal()(96, 16), masks.full()(96, 16)])
+    with pytest.raises(ValueError, match="if heads or batch elements have different masks"):
+        make_plan(batch, 2, split="in place")
+    plan = make_plan(batch, 1)
+    tensors = torch.randn(3, 3, 2, 96, 8)
+    with pytest.raises(ValueError, match="query must have the 2 batch elements of the masks of"):
+        context_parallel_attention(*tensors, plan)
+    selected = plan.mask_of(0).select_topk(torch.randn(6, 6), 2)
+    with pytest.raises(ValueError, match="mask must be None if the plan has a mask for each"):
+        context_parallel_attention(*tensors[:, :2], plan, mask=selected)
+    one = make_plan(masks.MaskBatch(masks.causal()(96, 16), 1), 1)  # of any batch
+    expected = sparseflash.attention(*tensors, masks.causal())
+    torch.testing.assert_close(context_parallel_attention(*tensors, one), expected)
 
 
 def test_single_precision_is_merged_within_rounding(two_ranks):
@@ -328,7 +369,7 @@ def test_keys_and_values_are_one_exchange_before_any_attention(two_ranks, split)
         assert answer == [forward, backward]
 
 
-@pytest.mark.parametrize("mask", ["causal", "random", "documents", "head masks"])
+@pytest.mark.parametrize("mask", ["causal", "random", "documents", "head masks", "batch"])
 def test_bytes_moved_are_those_of_the_plan(ranks, mask):
     for split in ("rows", "keys", "rounds", "shared rows", "shared rounds"):
         for found in ranks.run(exchanges.bytes_moved, mask, "zigzag", split):

@@ -304,6 +304,20 @@ def test_a_saved_plan_comes_back(tmp_path):
         ContextPlan.load(tmp_path / "mask.safetensors")
 
 
+def test_a_saved_plan_with_a_mask_for_each_batch_element_comes_back(tmp_path):
+    batch, path = masks.MaskBatch.from_masks([CAUSAL, CAUSAL.T]), tmp_path / "plan.safetensors"
+    plan = make_plan(batch, 2)
+    assert make_plan(batch, 2) is plan
+    assert plan.mask == CAUSAL | CAUSAL.T
+    assert plan.digest != make_plan(plan.mask, 2, [*plan.owner], split=plan.split).digest
+    plan.save(path)
+    loaded = ContextPlan.load(path)
+    assert (loaded.digest, loaded.mask, loaded.batch) == (plan.digest, plan.mask, batch)
+    assert pickle.loads(pickle.dumps(plan)).digest == plan.digest
+    assert masks.load(path) == batch.stacked
+    assert "MaskBatch(num_batches=2" in repr(plan)
+
+
 def test_a_saved_plan_in_place_comes_back(tmp_path):
     path = tmp_path / "plan.safetensors"
     plan = make_plan(masks.butterfly()(4096, 64), 2, "contiguous", split="in place")
@@ -426,6 +440,7 @@ def test_wrong_arguments_of_a_plan_are_named(of_plan, message):
         ('\\"rows\\"', '\\"rowz\\"'),
         ('groups\\": ', 'groups\\":9'),
         ('ranks\\": 2', 'ranks\\": 3'),
+        ('batches\\": 1', 'batches\\": 3'),
         ('rounds\\": null', 'rounds\\": 1e3 '),
         ('"owner"', '"ownes"'),
         ('"shared"', '"sharey"'),

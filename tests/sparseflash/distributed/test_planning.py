@@ -120,7 +120,8 @@ def test_auto_computes_in_place_if_all_blocks_are_whole_and_heads_have_one_mask(
     for mask in (window(65530, 128), masks.stack([window, masks.local(64)])(65536, 128)):
         assert make_plan(mask, 8).split != "in place"
         with pytest.raises(
-            ValueError, match='"rows" or "keys" if heads have different masks or a'
+            ValueError,
+            match='"rows" or "keys" if heads or batch elements have different masks or a',
         ):
             make_plan(mask, 8, split="in place")
 
@@ -146,8 +147,13 @@ def test_equal_arguments_give_the_same_plan_and_equal_masks_equal_plans():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((masks.causal(), 2), TypeError, "mask must be a BlockMask, got Pattern"),
-        ((masks.MaskBatch(CAUSAL, 1), 2), TypeError, r"got MaskBatch; pass mask\[b\]"),
+        ((masks.causal(), 2), TypeError, "mask must be a BlockMask or a MaskBatch, got Pattern"),
+        (
+            (CAUSAL.select(CAUSAL.to_blocks()), 2),
+            TypeError,
+            r"DynamicMask; pass mask\.to_block_mask",
+        ),
+        ((masks.MaskBatch(masks.full()((64, 128), 16), 1), 2), ValueError, "as many queries as"),
         ((CAUSAL, 2, torch.zeros(4, 4)), TypeError, r"strategy\[0\] must be an integer, got \["),
         ((CAUSAL, 2, 0.01), TypeError, "strategy must be a sequence of integers, got 0.01"),
         ((masks.full()((64, 128), 16), 2), ValueError, "mask must have as many queries as keys"),
