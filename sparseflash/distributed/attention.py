@@ -118,7 +118,8 @@ def context_parallel_attention(
         transport: How keys, values and their gradients are exchanged. "collectives": all-to-alls
             of the process group. "copies": copies between the GPUs of one host, which run beside
             kernels without delaying them. "auto": copies if all ranks are GPUs of one host that
-            can read the memory of each other and no CUDA graph is captured, else collectives.
+            can read the memory of each other, torch's symmetric memory has the backend "CUDA", and
+            no CUDA graph is captured; else collectives.
             Copies need buffers, about twice what the rank that sends most sends at a time. They
             stay allocated until the group is destroyed or all ranks call `free_buffers`, and the
             statistics of torch.cuda do not count them. Each stream has its own, so all ranks must
@@ -195,8 +196,7 @@ def _attention(
             facts = {"plan": f"{plan} of SHA-256 {plan.digest}", **prepared.facts(*tensors[:2])}
             check_agreement(group, facts, None)
             plan.cache[agreed] = plan.cache[like_this] = True
-    if prepared.part.steps:
-        prepared.transport  # noqa: B018  # all ranks get the same error before they exchange
+    prepared.check_transport()
     inputs = (prepared.query, prepared.key, prepared.value, prepared.bias)
     read = () if prepared.score_tensors is None else prepared.score_tensors.tensors
     out, lse, *max_logits = cast(

@@ -21,7 +21,6 @@ the same order, so that they choose the same buffer without communication.
 import os
 import socket
 from abc import abstractmethod
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,18 +125,17 @@ class SharedMemory:
         cast(dist.Work, work).wait()
         self._barriers += 1
 
-    def copy(self, pairs: Callable[[], list[tuple[Tensor, Tensor]]]) -> Launched:
+    def copy(self, pairs: list[tuple[Tensor, Tensor]]) -> Launched:
         """Copies (to, from) beside the current stream, after what that has launched."""
         if self._copying is None:
             context = nullcontext()
         else:
             self._copying.wait_stream(torch.cuda.current_stream(self.device))
             context = torch.cuda.stream(self._copying)
-        launched = Launched([], None)
+        launched = Launched(pairs, None)
         self._launched.append(launched)
         with context:
-            for target, source in pairs():
-                launched.pairs.append((target, source))
+            for target, source in pairs:
                 target.copy_(source, non_blocking=True)
         if self._copying is not None:
             launched.end = self._copying.record_event()
@@ -223,16 +221,10 @@ class _Pulled(_Copied):
         self._received = self._like.new_empty(sum(splits.receive), self._elements)
         with explain_errors(self._what):
             self._memory.barrier(self._group)
-        parts = self._received.split(splits.receive)
-
-        def pairs() -> list[tuple[Tensor, Tensor]]:
-            found = []
-            for sender in self._others():
-                first = sum(splits.counts[sender][: splits.rank])
-                count = splits.receive[sender]
-                found.append((parts[sender], self._part(sender, first, count)))
-            return found
-
+        parts, pairs = self._received.split(splits.receive), []
+        for sender in self._others():
+            first = sum(splits.counts[sender][: splits.rank])
+            pairs.append((parts[sender], self._part(sender, first, splits.receive[sender])))
         self._launched = self._memory.copy(pairs)
 
     def wait(self) -> Tensor:
@@ -259,16 +251,10 @@ class _Pushed(_Copied):
     def start(self) -> None:
         self._take()
         splits = self._splits
-        parts = self.rows.split(splits.send)
-
-        def pairs() -> list[tuple[Tensor, Tensor]]:
-            found = []
-            for receiver in self._others():
-                first = sum(of_sender[receiver] for of_sender in splits.counts[: splits.rank])
-                count = splits.send[receiver]
-                found.append((self._part(receiver, first, count), parts[receiver]))
-            return found
-
+        parts, pairs = self.rows.split(splits.send), []
+        for receiver in self._others():
+            first = sum(of_sender[receiver] for of_sender in splits.counts[: splits.rank])
+            pairs.append((self._part(receiver, first, splits.send[receiver]), parts[receiver]))
         self._launched = self._memory.copy(pairs)
 
     def wait(self) -> Tensor:
@@ -437,6 +423,11 @@ def _location(device: torch.device) -> Location | str:
         return f"the tensors are on {device}, not on a GPU"
     if torch.version.hip is not None:
         return "the GPU is not from NVIDIA"
+    if (backend := _backend(device)) not in ("CUDA", None):
+        return (
+            f"symmetric memory of torch has the backend {backend}, and copies need CUDA, which "
+            "the environment variable TORCH_SYMMMEM or set_backend selects"
+        )
     folder = next((os.environ[name] for name in TEMPORARY if name in os.environ), "/tmp")
     if len(folder) > MAX_FOLDER or not os.access(folder, os.W_OK):
         return f"sockets cannot be made in the folder {folder!r} of temporary files"
@@ -448,6 +439,13 @@ def _location(device: torch.device) -> Location | str:
     found, number = Path(folder).stat(), _index(device)
     container = processes, folder, str(found.st_dev), str(found.st_ino)
     return Location((socket.gethostname(), boot), container, number, _uuid(number))
+
+
+def _backend(device: torch.device) -> str | None:
+    """The backend of symmetric memory; None if torch does not say."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric.get_backend(device)
 
 
 def _uuid(number: int) -> str:

@@ -80,6 +80,14 @@ class Prepared:
         """How rows are moved between ranks."""
         return transport_of(self.transport_name, self.group, self.query.device)
 
+    def check_transport(self) -> None:
+        """Raises ValueError if the ranks cannot exchange as the call asks; the same on all ranks.
+
+        All ranks must call it before any exchange, because it may ask all of them.
+        """
+        if self.part.steps:
+            _ = self.transport  # found once, for both passes
+
     def without_tensors(self) -> "Prepared":
         """The same call for the backward pass, which gets query, key and value from autograd.
 

@@ -29,7 +29,7 @@ class FileMemory(SharedMemory):
                 each.of_ranks[self.rank].fill_(255)
         dist.barrier(group)  # a rank that is ahead must not have written to them
 
-    def copy(self, pairs: Callable[[], list[tuple[Tensor, Tensor]]]) -> Launched:
+    def copy(self, pairs: list[tuple[Tensor, Tensor]]) -> Launched:
         time.sleep(LATE * (self.rank % 2))
         return super().copy(pairs)
 

@@ -228,6 +228,27 @@ def test_folders_in_which_sockets_cannot_be_made(monkeypatch, tmp_path):
         assert "sockets cannot be made in the folder" in str(copies._location(cuda))
 
 
+def test_symmetric_memory_of_another_backend_is_refused(monkeypatch):
+    """It has other ways to map the memory of a rank, which copies do not know."""
+    monkeypatch.setattr(copies, "_uuid", lambda number: GPUS[number])
+    for backend in ("CUDA", None):
+        monkeypatch.setattr(copies, "_backend", lambda _, found=backend: found)
+        assert isinstance(copies._location(torch.device("cuda", 1)), Location)
+    monkeypatch.setattr(copies, "_backend", lambda _: "NVSHMEM")
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def all_gather_object(answers, own, group):
+        answers[:] = [own, own]
+
+    monkeypatch.setattr(copies.dist, "all_gather_object", all_gather_object)
+    group = mock.Mock(size=lambda: 2)
+    message = "because rank 0: symmetric memory of torch has the backend NVSHMEM, and copies need"
+    with pytest.raises(ValueError, match=message):
+        transport_of("copies", group, torch.device("cuda", 1))
+    assert isinstance(transport_of("auto", group, torch.device("cuda", 1)), Collectives)
+
+
 def test_each_device_has_its_own_answer_and_buffers(monkeypatch):
     monkeypatch.setattr(copies, "refusal", lambda _, device: f"not on {device}")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -311,10 +332,10 @@ def test_what_is_copied_is_kept_until_the_copies_are_waited_for():
     memory = SharedMemory(ONE_RANK, torch.device("cpu"))
     pairs = [(torch.ones(4), torch.ones(4))]
     freed = [StorageWeakRef(each.untyped_storage()).expired for each in pairs[0]]
-    memory.copy(pairs.copy)
+    memory.copy([*pairs])
     pairs.clear()
     assert not any(each() for each in freed)
-    later = memory.copy(list)
+    later = memory.copy([])
     memory.wait(later)
     assert all(each() for each in freed)
 
@@ -327,7 +348,7 @@ def test_an_exchange_does_not_wait_for_copies_of_later_ones(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     memory = SharedMemory(ONE_RANK, torch.device("cpu"))
     memory._copying = copying
-    first, second = memory.copy(list), memory.copy(list)
+    first, second = memory.copy([]), memory.copy([])
     for each in (second, first):
         memory.wait(each)
     assert current.mock_calls == [mock.call.wait_event("second"), mock.call.wait_event("first")]
