@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 import sparseflash
-from masks import BlockMask, DynamicMask
+from masks import BlockMask, DynamicMask, MaskBatch
 from sparseflash.backends.cpu import plan
 from sparseflash.reference import standard_attention
 from sparseflash.testing import (
@@ -56,7 +56,7 @@ class Case(NamedTuple):
     """
 
     inputs: tuple[Tensor, Tensor, Tensor, Tensor]
-    mask: BlockMask | DynamicMask
+    mask: BlockMask | MaskBatch | DynamicMask
     options: dict[str, Any]
     deterministic: bool
 
@@ -77,13 +77,12 @@ def generator(rng: random.Random) -> torch.Generator:
 
 
 def some_pairs(
-    rng: random.Random, heads: int, q_len: int, k_len: int, block_size: tuple[int, int]
+    rng: random.Random, num_masks: int, q_len: int, k_len: int, block_size: tuple[int, int]
 ) -> Tensor:
-    """bool (1 or heads, q_len, k_len): full, empty and random blocks, and empty rows and columns
+    """bool (num_masks, q_len, k_len): full, empty and random blocks, and empty rows and columns
     of blocks, of queries and of keys.
     """
     grid = [-(-n // b) for n, b in zip((q_len, k_len), block_size, strict=True)]
-    num_masks = rng.choice((1, heads))
     chances = torch.tensor(rng.choice(CHANCES), device=DEVICE).float()
     kind = torch.multinomial(
         chances, num_masks * grid[0] * grid[1], True, generator=generator(rng)
@@ -105,26 +104,49 @@ def some_pairs(
     return dense
 
 
+def some_mask(
+    rng: random.Random, batch: int, all_heads: tuple[int, ...], *sizes: Any
+) -> BlockMask | MaskBatch | DynamicMask:
+    """A mask of one of the numbers of heads: of all batch elements, of each, or of the device.
+
+    sizes: q_len, k_len and block size
+    """
+    *_, block_size = sizes
+
+    def of_heads(heads: int) -> BlockMask:
+        dense = some_pairs(rng, heads, *sizes)
+        return BlockMask.from_dense(dense if len(dense) > 1 else dense[0], block_size)
+
+    kind = rng.choice(("static", "static", "batch", "dynamic", "dynamic"))
+    heads = rng.choice(all_heads)
+    if kind == "batch":
+        return MaskBatch.from_masks([of_heads(rng.choice((1, heads))) for _ in range(batch)])
+    mask = of_heads(heads)
+    if kind == "static":
+        return mask
+    selecting = heads if heads > 1 else rng.choice(all_heads)
+    shape = (rng.choice((1, batch)), selecting, mask.grid.nq, mask.grid.nk)
+    return mask.select(torch.rand(shape, generator=generator(rng), device=DEVICE) < 0.7)
+
+
 def some_case(
     head_dim: int, block_size: tuple[int, int], dtype: torch.dtype, rng: random.Random
 ) -> Case:
-    kv_heads, batch = rng.randint(1, 2), rng.randint(1, 2)
+    kv_heads, batch = rng.randint(1, 3), rng.randint(1, 2)
     heads = kv_heads * rng.randint(1, 2)
     q_len = some_length(rng)
     k_len = min(some_length(rng), MAX_SCORES // (batch * heads * q_len))
     inputs = make_inputs(
         *(batch, heads, q_len, k_len, head_dim),
         kv_heads=kv_heads,
+        # On a GPU each width of values is another kernel.
+        value_dim=head_dim if HAS_GPU else rng.choice((head_dim, 24)),
         dtype=dtype,
         device=DEVICE,
         strides=rng.choice(STRIDES),
         seed=rng.randrange(2**31),
     )
-    dense = some_pairs(rng, heads, q_len, k_len, block_size)
-    mask = BlockMask.from_dense(dense if len(dense) > 1 else dense[0], block_size)
-    if rng.random() < 0.5:
-        shape = (rng.choice((1, batch)), heads, mask.grid.nq, mask.grid.nk)
-        mask = mask.select(torch.rand(shape, generator=generator(rng), device=DEVICE) < 0.7)
+    mask = some_mask(rng, batch, (1, kv_heads, heads), q_len, k_len, block_size)
     options = {}
     if rng.random() < 0.5:
         lengths = torch.tensor([rng.randint(0, k_len) for _ in range(batch)])
@@ -275,7 +297,10 @@ def check_extreme(size: float, backend: str, case: Case) -> None:
         * query.double()
         @ key.double().repeat_interleave(query.shape[1] // key.shape[1], 1).mT
     )
-    allowed = mask.to_dense().expand(scores.shape)
+    allowed = mask.to_dense()
+    if allowed.dim() > 2 and allowed.shape[-3] == key.shape[1]:
+        allowed = allowed.repeat_interleave(query.shape[1] // key.shape[1], -3)
+    allowed = allowed.expand(scores.shape)
     if "key_lengths" in options:
         tokens = torch.arange(key.shape[2], device=DEVICE)
         allowed = allowed & (tokens < options["key_lengths"].view(-1, 1, 1, 1))
