@@ -209,6 +209,7 @@ def main(
     refuse(["quick"] * quick + [*density], chosen)
     ours = parse_backends(backends)
     density |= given(ours=ours, baselines=baselines, growth_heads=heads)
+    runs = []  # all are checked before the first one takes its hours
     for suite in chosen:
         if suite is Suite.SPEEDUP:
             settings = density_method(kind, quick, method | density | fixed)
@@ -217,13 +218,17 @@ def main(
             settings = landscape_method(kind, method | own | fixed)
         else:
             needs_cuda()
+            if kind != "cuda":
+                raise typer.BadParameter(f"the suite {suite} measures a GPU, got --device {kind}")
             settings = Method(**METHOD_DEFAULTS[kind] | method | fixed)
         validate(settings)
         parts = [suite if suite is Suite.SPEEDUP else f"bench-{suite}", *[name] * bool(name)]
         parts += ["dropout"] * (dropout > 0) + ["padding"] * (padding > 0)
         path = output_file(output, "-".join(parts), kind, overwrite)
         cases = partial(planned, suite, settings, ours, baselines)
-        carry_out(cases, settings, path, resume, roofline=suite not in ANYWHERE)
+        runs.append((cases, settings, path, suite not in ANYWHERE))
+    for cases, settings, path, roofline in runs:
+        carry_out(cases, settings, path, resume, roofline=roofline)
 
 
 def refuse(options: list[str], suites: list[Suite]) -> None:

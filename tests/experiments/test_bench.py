@@ -164,6 +164,16 @@ def test_options_that_do_not_fit_are_refused(arguments, message):
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
+def test_suites_of_a_gpu_are_refused_before_another_suite_runs(monkeypatch):
+    carried = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runner, "carry_out", lambda *call, roofline: carried.append(call))
+    result = CliRunner().invoke(app, ["speedup", "dense", "--device", "cpu"])
+    assert result.exit_code == 2
+    assert "the suite dense measures a GPU, got --device cpu" in result.output
+    assert carried == []
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so():
     result = CliRunner().invoke(app, ["dense"])
