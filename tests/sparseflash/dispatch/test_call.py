@@ -470,7 +470,8 @@ def test_a_call_with_some_heads_is_a_part_of_the_call_with_all_of_them(backend, 
         plan = find_plan(*tensors, mask, options, facts)
         call = Call(plan, seed=5, bias=own_bias.detach())
         call.positions = Positions(*first, k_len).with_heads(heads, mine.start)
-        call.score_tensors = checked_score_tensors(TABLE_OF_HEADS.name, reads, tensors[0])
+        lengths = q_len, k_len
+        call.score_tensors = checked_score_tensors(TABLE_OF_HEADS.name, reads, query, lengths)
         with torch.no_grad():
             out, lse = call.forward(*tensors)
             saved, needs = (*tensors, out, lse), (True, True, True, True, False, True)
