@@ -92,11 +92,13 @@ def sparsify(
 ) -> PreTrainedModel:
     """Gives the layers and heads of a transformers model their patterns, within its own mask.
 
-    A pair attends as in `register`. The patterns are recorded in the configuration of the model,
-    so they are saved with it: `sparsify(AutoModel.from_pretrained(path))` restores them.
+    A pair attends as in `register`. Of a model of text and images, only layers of text get
+    patterns. Its other parts are models, too, as model.vision_tower is. The patterns are recorded
+    in the configuration of the model, so they are saved with it:
+    `sparsify(AutoModel.from_pretrained(path))` restores them.
 
     Args:
-        model: A model with set_attn_implementation.
+        model: A model whose attention layers call transformers' attention interface, as most do.
         pattern: One pattern for all layers, or a list with one for each layer. A pattern of a
             layer is a Pattern, its text, None for all pairs, or a list of these with one for each
             query head or key head. Also {"layers": [{"heads": [...]}, ...]}, or the path of a JSON
@@ -111,14 +113,18 @@ def sparsify(
         The model, changed in place.
 
     Raises:
-        TypeError, ValueError: The patterns do not match the layers and heads of the model, or none
-            is given and none recorded. Nothing is changed then.
+        TypeError, ValueError: The patterns do not match the layers and heads of the model, none is
+            given and none recorded, or the model does not call the attention interface. Nothing is
+            changed then.
     """
     if not hasattr(model, "set_attn_implementation"):
         raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
     config = model.config.get_text_config()
+    recorded = getattr(config, "sparse_pattern", None)
     if pattern is None:
         patterns = _recorded(config)
+    elif not hasattr(config, "num_attention_heads"):
+        raise ValueError(f"model must have attention heads, got {type(model).__name__}")
     else:
         sizes = (config.num_hidden_layers, config.num_attention_heads)
         kv_heads = getattr(config, "num_key_value_heads", None) or sizes[1]
@@ -126,8 +132,34 @@ def sparsify(
         config.sparse_pattern = _record_of(patterns)
     name = f"blocksparse-{hash((patterns, backend)) % 2**64:x}"
     register(patterns, name, backend=backend)
-    model.set_attn_implementation(name)
+    model.set_attn_implementation(_of_part(model.config, config, name) or name)
+    if config._attn_implementation != name:  # transformers only logs it
+        config.sparse_pattern = recorded
+        raise ValueError(
+            "model must call transformers' attention interface, which "
+            f"{type(model).__name__} does not: its attention cannot be replaced"
+        )
     return model
+
+
+def _of_part(config: Any, part: Any, name: str) -> str | dict | None:
+    """The argument of set_attn_implementation that names the attention of a part of a model.
+
+    Args:
+        config: The configuration of the model, or of a part of it.
+        part: One of the configurations in it.
+        name: The name of the implementation.
+
+    Returns:
+        The name, in a dict for each configuration around it; None if `part` is not in it.
+    """
+    if config is part:
+        return name
+    for key in config.sub_configs:
+        inside = getattr(config, key, None)
+        if inside is not None and (found := _of_part(inside, part, name)):
+            return {key: found}
+    return None
 
 
 def _record_of(patterns: tuple[Pattern, ...]) -> list[str] | None:

@@ -497,6 +497,50 @@ def test_patterns_that_do_not_fit_a_model_change_nothing(pattern, options, messa
     assert getattr(model.config, "sparse_pattern", None) is None
 
 
+def test_models_whose_attention_cannot_be_replaced_are_refused():
+    """transformers only logs that they keep their attention, which is dense."""
+    sizes = {"vocab_size": 61, "hidden_size": 32}
+    bloom = transformers.BloomModel(transformers.BloomConfig(**sizes, n_layer=1, n_head=4))
+    with pytest.raises(ValueError, match="attention interface, which BloomModel does not"):
+        sparseflash.sparsify(bloom, LOCAL)
+    assert getattr(bloom.config, "sparse_pattern", None) is None
+    mamba = transformers.MambaModel(transformers.MambaConfig(**sizes, num_hidden_layers=1))
+    with pytest.raises(ValueError, match="model must have attention heads, got MambaModel"):
+        sparseflash.sparsify(mamba, LOCAL)
+
+
+def test_only_the_layers_of_text_of_a_model_of_text_and_images_are_sparse():
+    side = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    side["num_attention_heads"] = 4
+    vision = transformers.CLIPVisionConfig(**side, image_size=32, patch_size=8)
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=transformers.LlamaConfig(**side, vocab_size=61, pad_token_id=0),
+        image_token_index=60,
+        vision_feature_select_strategy="default",
+        vision_feature_layer=-1,
+    )
+    model = transformers.LlavaForConditionalGeneration(config).to(DEVICE).eval()
+    ids, pixels = tokens(1), torch.randn(1, 3, 32, 32, device=DEVICE)
+    ids[ids == 60] = 59
+    ids[0, 2:18] = 60
+
+    def logits():
+        return model(input_ids=ids, pixel_values=pixels).logits
+
+    tower = model.model.vision_tower
+    dense, images = logits(), tower(pixels)[0]
+    sparseflash.sparsify(model, [None, ["local(3)"] * 4])
+    sparse = logits()
+    assert torch.equal(tower(pixels)[0], images)
+    torch.testing.assert_close(sparse[:, :4], dense[:, :4], atol=2e-5, rtol=1e-4)
+    assert (sparse - dense)[:, 10:].abs().max() > 1e-3
+    sparseflash.sparsify(model, "full()")
+    torch.testing.assert_close(logits(), dense, atol=2e-5, rtol=1e-4)
+    sparseflash.sparsify(tower, "local(3)")
+    assert (tower(pixels)[0] - images).abs().max() > 1e-3
+
+
 def test_a_file_of_patterns_gives_no_key_twice(tmp_path):
     path = tmp_path / "profile.json"
     path.write_text('{"layers": [], "layers": [{"heads": ["full"]}]}')
