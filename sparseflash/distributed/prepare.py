@@ -402,7 +402,10 @@ def prepare(
     plan.check_length("key", key, rank, 2)
     checked = AttentionOptions(**options)
     counted_keys = plan.seq_len if key_lengths is None else 0
-    read = checked_score_tensors(checked.score, score_tensors, query, (plan.seq_len, counted_keys))
+    # By the index of a head among all heads, of which the query has some.
+    all_heads = query[:, :1].expand(-1, heads.groups * query.shape[1], -1, -1)
+    lengths = plan.seq_len, counted_keys
+    read = checked_score_tensors(checked.score, score_tensors, all_heads, lengths)
     bias = arguments.checked_bias(bias, query, plan.seq_len, plan.seq_len)
     arguments.check_sinks(sinks, query)
     if mask is not None:

@@ -1,6 +1,7 @@
 """Errors of calls over a sequence that ranks share, also after a rank has died."""
 
 import os
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import masks
 import sparseflash
 from sparseflash.distributed import ContextPlan, context_parallel_attention, make_plan
+from sparseflash.score import ScoreFunction
 from tests.helpers.context_calls import DIMS, WHOLE, difference, inputs, mask_of
 from tests.helpers.in_place import in_place_on_cpus
 
@@ -30,6 +32,11 @@ def shared_rows_of_one_rank(rank: int) -> tuple[str, float]:
     return refused, difference(out, sparseflash.attention(*tensors, mask))
 
 
+@cache
+def score_of_heads() -> ScoreFunction:
+    return ScoreFunction.from_torch("of heads", lambda s, b, head, q, k, x: s + x[head], (float,))
+
+
 def refused_with_shared_heads(rank: int) -> list[str]:
     """The errors of calls that heads x sequence does not take."""
     mesh = init_device_mesh("cpu", (2, 2))
@@ -47,6 +54,8 @@ def refused_with_shared_heads(rank: int) -> list[str]:
     calls += [(own, of_heads, {}), (own, plan, {"mask": selected})]
     calls += [(own, plan, {"softcap": 5.0} if wrong else {})]
     calls += [(own, plan, {"dropout_p": 0.5, "seed": int(wrong)})]
+    few = {"score": score_of_heads(), "score_tensors": [torch.zeros(2)]}  # as many as own heads
+    calls += [(own, plan, few)]
     errors = []
     for tensors, used, options in calls:
         try:
