@@ -132,7 +132,9 @@ def sparsify(
         config.sparse_pattern = _record_of(patterns)
     name = f"blocksparse-{hash((patterns, backend)) % 2**64:x}"
     register(patterns, name, backend=backend)
-    model.set_attn_implementation(_of_part(model.config, config, name) or name)
+    # An encoder of text has patterns, too. The configuration of text may be that of its decoder.
+    part = model.config if getattr(model.config, "is_encoder_decoder", False) else config
+    model.set_attn_implementation(_of_part(model.config, part, name) or name)
     if config._attn_implementation != name:  # transformers only logs it
         config.sparse_pattern = recorded
         raise ValueError(
@@ -168,6 +170,10 @@ def _record_of(patterns: tuple[Pattern, ...]) -> list[str] | None:
         return [masks.to_json(own) for own in patterns]
     except ValueError:
         return None
+
+
+# The settings that a configuration of a model with cross-attention may have.
+_WITH_CROSS_ATTENTION = ("is_encoder_decoder", "is_decoder", "add_cross_attention")
 
 
 class Span(NamedTuple):
@@ -252,9 +258,10 @@ def _masks_of_batch(
     batch_arguments = (batch_size, span, mask_function, attention_mask, torch.device(device))
     batch_masks = {own: _mask_of_batch(own, *batch_arguments) for own in dict.fromkeys(patterns)}
     # With as many keys as queries only the module knows whether it is cross-attention.
-    has_encoder = getattr(config, "is_encoder_decoder", False)
-    may_cross = bidirectional and (has_encoder or getattr(config, "add_cross_attention", False))
-    cross = _mask_of_batch(masks.full(), *batch_arguments) if may_cross else None
+    may_cross = any(getattr(config, name, False) for name in _WITH_CROSS_ATTENTION)
+    cross = None
+    if bidirectional and may_cross:
+        cross = _mask_of_batch(masks.full(), *batch_arguments)
     return LayerMasks(tuple(batch_masks[own] for own in patterns), span.is_whole, cross)
 
 

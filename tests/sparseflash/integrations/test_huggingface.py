@@ -255,6 +255,14 @@ def bert_decoder():
     return transformers.BertLMHeadModel(config).to(DEVICE)
 
 
+def t5gemma():
+    """Its encoder and its decoder have configurations of their own."""
+    side = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    side |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 50, **SIZES}
+    config = transformers.T5GemmaConfig(encoder=side, decoder=side, vocab_size=61)
+    return transformers.T5GemmaForConditionalGeneration(config).to(DEVICE)
+
+
 HALF = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
 # What gives a decoder the tokens of an encoder, and its own.
 DECODERS = {
@@ -262,6 +270,13 @@ DECODERS = {
         bart,
         lambda encoded, allowed, ids: {
             "encoder_outputs": (encoded,), "attention_mask": allowed, "decoder_input_ids": ids
+        },
+    ),
+    "t5gemma": (
+        t5gemma,
+        lambda encoded, allowed, ids: {
+            "encoder_outputs": transformers.modeling_outputs.BaseModelOutput(encoded),
+            "attention_mask": allowed, "decoder_input_ids": ids,
         },
     ),
     "gpt2": (
@@ -287,13 +302,21 @@ def test_cross_attention_has_no_pattern(name, length):
     model, ids, encoded = make().eval(), tokens(3, length), torch.randn(3, 40, 32, device=DEVICE)
     for allowed in (None, padded([40, 33, 7], side="left")):
         given = inputs(encoded, allowed, ids)
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation("eager")
         expected = model(**given).logits
         sparseflash.sparsify(model, "causal()")
         torch.testing.assert_close(model(**given).logits, expected, atol=2e-5, rtol=1e-4)
         cache = model(**inputs(encoded, allowed, ids[:, :-1]), use_cache=True)[CACHE]
         step = model(**inputs(encoded, allowed, ids[:, -1:]), **{CACHE: cache}).logits
         torch.testing.assert_close(step[:, 0], expected[:, -1], atol=2e-5, rtol=1e-4)
+
+
+def test_encoder_and_decoder_have_patterns():
+    model, ids = t5gemma().eval(), tokens()
+    dense = model.model.encoder(ids)[0]
+    sparseflash.sparsify(model, "local(2)")
+    assert (model.model.encoder(ids)[0] - dense).abs().max() > 1e-3
+    assert model.config.decoder._attn_implementation.startswith("blocksparse")
 
 
 def test_the_configuration_records_the_pattern():
