@@ -10,13 +10,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from masks import DynamicMask
-from sparseflash.arguments import checked_seed, checked_tensors
+from sparseflash.arguments import check_sinks, checked_bias, checked_seed, checked_tensors
 from sparseflash.distributed.copies import TransportName
 from sparseflash.distributed.heads import HeadSharing
 from sparseflash.distributed.part import Heads
 from sparseflash.distributed.passes import ContextParallelAttention
 from sparseflash.distributed.plan import ContextPlan
-from sparseflash.distributed.prepare import check_heads, check_selected, prepare
+from sparseflash.distributed.prepare import check_heads, check_selected, prepare, sizes_of
 from sparseflash.distributed.transport import (
     Group,
     check_agreement,
@@ -179,22 +179,28 @@ def _attention(
     group: ProcessGroup | None,
     check: bool | None,
     arguments: Mapping[str, Any],
+    heads_group: ProcessGroup | None = None,
 ) -> tuple[Tensor, ...]:
-    """out, lse and, if asked for, the maximum logits. `arguments` are those of `prepare`."""
-    agreed = ("agreed", None if group is None else ref(group))
+    """out, lse and, if asked for, the maximum logits.
+
+    arguments: those of `prepare`
+    heads_group: the ranks among which heads are divided, which must agree too
+    """
+    agreed = ("agreed", *(None if x is None else ref(x) for x in (heads_group, group)))
     first = agreed not in plan.cache
     try:
         prepared = prepare(*tensors, plan, group, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         if group is not None and (first if check is None else check):
-            check_agreement(group, {}, f"{type(error).__name__}: {error}")
+            _check_agreement(group, heads_group, {}, f"{type(error).__name__}: {error}")
         raise
     if group is not None:
         like_this = (*agreed, *prepared.kind)
         if like_this not in plan.cache if check is None else check:
+            facts = prepared.facts(*tensors[:2])
             # The plan as it was given: bias, key_lengths and mask may choose another split.
-            facts = {"plan": f"{plan} of SHA-256 {plan.digest}", **prepared.facts(*tensors[:2])}
-            check_agreement(group, facts, None)
+            of_plan = {"plan": f"{plan} of SHA-256 {plan.digest}"}
+            _check_agreement(group, heads_group, facts, None, of_plan)
             plan.cache[agreed] = plan.cache[like_this] = True
     prepared.check_transport()
     inputs = (prepared.query, prepared.key, prepared.value, prepared.bias)
@@ -206,6 +212,24 @@ def _attention(
     if arguments["sinks"] is not None:
         out, lse = add_sinks(out, lse, arguments["sinks"])
     return out, lse, *max_logits
+
+
+def _check_agreement(
+    group: ProcessGroup,
+    heads_group: ProcessGroup | None,
+    facts: Mapping[str, Any],
+    problem: str | None,
+    of_plan: Mapping[str, Any] | None = None,
+) -> None:
+    """Raises ValueError on every rank if there is a disagreement.
+
+    Along both dimensions of a mesh, so that every rank raises the error of any rank.
+
+    of_plan: what must be equal on the ranks of `group` alone, which have the same heads
+    """
+    if heads_group is not None:
+        problem = disagreement(heads_group, dict(facts), problem)
+    check_agreement(group, {**(of_plan or {}), **facts}, problem)
 
 
 def _with_shared_heads(
@@ -223,19 +247,18 @@ def _with_shared_heads(
     try:
         own = _of_own_heads(sharing, tensors, plan, group.rank(), arguments)
         facts |= {"options": repr(own["options"]), "seed": own["seed"]}
+        facts |= sizes_of(*tensors)
     except (TypeError, ValueError) as problem:
         error = problem
     agreed = ("agreed", ref(heads_group))  # a plan does not keep the memory of a group
     if agreed not in plan.cache if check is None else check:
-        # Along both dimensions of the mesh, so that every rank raises the error of any rank.
-        text = None if error is None else str(error)
-        check_agreement(group, {}, disagreement(heads_group, facts, text))
+        _check_agreement(group, heads_group, facts, None if error is None else str(error))
         plan.cache[agreed] = True
     elif error is not None:
         raise error
     query, key, value = map(sharing.by_heads, tensors)
     own_plan = plan.of_heads(sharing.heads)
-    out, *of_rows = _attention((query, key, value), own_plan, group, check, own)
+    out, *of_rows = _attention((query, key, value), own_plan, group, check, own, heads_group)
     of_tokens = sharing.by_tokens(torch.stack(of_rows, -1))  # in one exchange
     lse, *max_logits = (of_tokens[..., i] for i in range(of_tokens.shape[-1]))
     return sharing.by_tokens(out), lse, *(x.detach() for x in max_logits)
@@ -263,7 +286,10 @@ def _of_own_heads(
         check_selected(mask, plan, rank)
         check_heads("mask must have", mask, query, key)
         mask = _blocks_of_heads(mask, plan, rank, sharing.heads)
-    of_heads = {name: sharing.of_own_heads(arguments[name]) for name in ("bias", "sinks")}
+    bias = checked_bias(arguments["bias"], query, plan.seq_len, plan.seq_len)
+    check_sinks(arguments["sinks"], query)
+    by_head = {"bias": bias, "sinks": arguments["sinks"]}
+    of_heads = {name: sharing.of_own_heads(tensor) for name, tensor in by_head.items()}
     seed = None if seed is None else int(seed)  # one for all heads
     return {**arguments, **of_heads, "mask": mask, "seed": seed, "heads": sharing.heads}
 
@@ -277,5 +303,8 @@ def _blocks_of_heads(mask: DynamicMask, plan: ContextPlan, rank: int, heads: Hea
         of_heads = heads.of(mask.num_heads)
         scores = None if mask.scores is None else mask.scores[:, of_heads]
         support = plan.of_heads(heads).mask_of(rank).to(mask.device)
-        mask.cache[key] = support.select(mask.blocks[:, of_heads], scores)
+        found = support.select(mask.blocks[:, of_heads], scores)
+        if mask.blocks.is_cuda and torch.cuda.is_current_stream_capturing():
+            return found  # its memory has its values only after a replay
+        mask.cache[key] = found
     return mask.cache[key]

@@ -62,7 +62,7 @@ class HeadSharing:
 
     def of_own_heads(self, tensor: Tensor | None) -> Tensor | None:
         """The rows of a tensor (1 or heads, ...) that belong to the heads of this rank."""
-        if tensor is None or len(tensor) == 1 or len(tensor) % len(self.tokens):
+        if tensor is None or len(tensor) == 1:
             return tensor
         return tensor[self.heads.of(len(tensor))]
 

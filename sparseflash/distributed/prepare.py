@@ -119,10 +119,7 @@ class Prepared:
             "split, which bias, key_lengths and mask choose,": self.plan.split,
             "transport": self.transport_name,
             "return_max_logits": self.call_facts.max_logits,
-            "batch, heads and head_dim of query": (*query.shape[:2], query.shape[3]),
-            "heads of key": key.shape[1],
-            "value_dim": self.value.shape[3],
-            "dtype": str(query.dtype),
+            **sizes_of(query, key, self.value),
             "gradient of key": arguments.requires_gradient(self.key),
             "gradient of value": arguments.requires_gradient(self.value),
             # That of shared rows is summed over all ranks.
@@ -352,6 +349,16 @@ class Prepared:
         if not (blocks.is_cuda and torch.cuda.is_current_stream_capturing()):
             selecting.cache[key] = found
         return found
+
+
+def sizes_of(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+    """Sizes of tensors that must be equal on all ranks, and their dtype, by name."""
+    return {
+        "batch, heads and head_dim of query": (*query.shape[:2], query.shape[3]),
+        "heads of key": key.shape[1],
+        "value_dim": value.shape[3],
+        "dtype": str(query.dtype),
+    }
 
 
 def write_results_of_no_key(results: Sequence[Tensor]) -> None:

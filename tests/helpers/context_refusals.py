@@ -13,7 +13,7 @@ import masks
 import sparseflash
 from sparseflash.distributed import ContextPlan, context_parallel_attention, make_plan
 from sparseflash.score import ScoreFunction
-from tests.helpers.context_calls import DIMS, WHOLE, difference, inputs, mask_of
+from tests.helpers.context_calls import DIMS, LENGTH, WHOLE, difference, inputs, mask_of
 from tests.helpers.in_place import in_place_on_cpus
 
 
@@ -56,6 +56,14 @@ def refused_with_shared_heads(rank: int) -> list[str]:
     calls += [(own, plan, {"dropout_p": 0.5, "seed": int(wrong)})]
     few = {"score": score_of_heads(), "score_tensors": [torch.zeros(2)]}  # as many as own heads
     calls += [(own, plan, few)]
+    # As many rows as there are ranks that divide heads.
+    calls += [(own, plan, {"bias": torch.ones(2, 2 * LENGTH - 1).double()})]
+    calls += [(own, plan, {"sinks": torch.ones(2).double()})]
+    # Errors that the ranks with the same heads do not have.
+    calls += [(own, plan, {"return_max_logits": wrong})]
+    calls += [(own, plan, {"key_lengths": torch.tensor([LENGTH] * (2 + (rank == 0)))})]
+    calls += [([x[:1] for x in own] if wrong else own, plan, {})]
+    calls += [([own[0], own[1].clone().requires_grad_(wrong), own[2]], plan, {})]
     errors = []
     for tensors, used, options in calls:
         try:

@@ -349,7 +349,7 @@ def test_heads_over_some_ranks_and_the_sequence_over_the_others(four_ranks, spli
 
 def test_what_shared_heads_do_not_take_is_named(four_ranks):
     for answers in four_ranks.run(refusals.refused_with_shared_heads):
-        assert len(answers) == 7, answers
+        assert len(answers) == 13, answers
         assert "rank 1: query must have 56 tokens in dim 2" in answers[0]
         assert "key must have a multiple of 2 heads" in answers[1]
         assert "plan must be made for a mask of 1 or 2 or 4 heads, got 3" in answers[2]
@@ -357,6 +357,12 @@ def test_what_shared_heads_do_not_take_is_named(four_ranks):
         assert "options must be equal on all ranks" in answers[4]
         assert "seed must be equal on all ranks, got 0 on rank 0 and 1 on rank 1" in answers[5]
         assert "score_tensors[0] must have at least 4 entries in dim 0" in answers[6]
+        assert "bias must have shape (1, 419) or (4, 419)" in answers[7]
+        assert "sinks must have shape (1,) or (4,)" in answers[8]
+        assert "return_max_logits must be equal on all ranks, got False on rank 0" in answers[9]
+        assert "rank 0: ValueError: key_lengths must" in answers[10]
+        assert "batch, heads and head_dim of query must be equal on all ranks" in answers[11]
+        assert "gradient of key must be equal on all ranks" in answers[12]
 
 
 @pytest.mark.parametrize("split", ["in place", "keys"])
