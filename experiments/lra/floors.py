@@ -68,8 +68,12 @@ def main(
     from experiments.lra.tasks import FilmPairs, ListOps, MissingData, Pathfinder, films
 
     measures = {ListOps().name: partial(floor_readers.listops_floors, samples)}
-    undirected = (Pathfinder(s, distractors="described", directions="any") for s in SIDES[:2])
-    for pathfinder in (*map(Pathfinder, SIDES), *undirected):
+    clipped = [Pathfinder(side, resampling="clipped") for side in SIDES]
+    undirected = [
+        Pathfinder(side, distractors="described", directions="any", resampling="clipped")
+        for side in SIDES[:2]
+    ]
+    for pathfinder in (*map(Pathfinder, SIDES), *clipped, *undirected):
         measures[pathfinder.name] = partial(floor_readers.pathfinder_floors, pathfinder, samples)
     if task is not None or (data_root / films.FOLDER).exists():
         measures[FilmPairs.name] = partial(floor_readers.film_pairs_floors, data_root)

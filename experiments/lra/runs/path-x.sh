@@ -2,8 +2,10 @@
 # The curriculum with traced contours: Pathfinder-32, Path-64, Path-X, each from the best weights of the one before; the
 # two larger on three devices, whose processes share a batch. Further arguments go to every run.
 set -euo pipefail
-# Images with half of the distractors of the release, and without a preferred direction, as on the day of these runs.
-images=(--data.task.init_args.distractors described --data.task.init_args.directions any)
+# Images with half of the distractors of the release, without a preferred direction and with clipped stamps, as on the day of these
+# runs.
+images=(--data.task.init_args.distractors described --data.task.init_args.directions any
+  --data.task.init_args.resampling clipped)
 start=() further=("$@")
 fit() {
   python -m experiments.lra.seeds --seeds 1 --output "runs/$1-traced" -- --preset "curriculum/$1" "${start[@]}" "${images[@]}" \

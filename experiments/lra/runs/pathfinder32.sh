@@ -2,8 +2,10 @@
 # Pathfinder-32 with block-sparse attention: tiles with traced contours, with labels alone, and raster order.
 # Further arguments go to every run.
 set -euo pipefail
-# Images with half of the distractors of the release, and without a preferred direction, as on the day of these runs.
-images=(--data.task.init_args.distractors described --data.task.init_args.directions any)
+# Images with half of the distractors of the release, without a preferred direction and with clipped stamps, as on the day of these
+# runs.
+images=(--data.task.init_args.distractors described --data.task.init_args.directions any
+  --data.task.init_args.resampling clipped)
 traced=(--data.task.init_args.traced true --model.objective.traces 1 --model.objective.ink 4)
 further=("$@")
 rate=(--model.optimizer.learning_rate 1e-3 --model.optimizer.warmup_steps 500)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from os import cpu_count
 from pathlib import Path
@@ -35,6 +36,7 @@ FOLDERS = {
 }
 SHORTEST = 3  # segments of a contour; its distractors have a third of them, at least one
 GENERATOR = 2  # version of stored images; version 1 had other defaults of Rules
+CLIPPED = Rules(resampling="clipped")  # the rules of images without a name of their own
 NPY_MAGIC = b"\x93NUMPY"
 
 
@@ -58,6 +60,8 @@ class Pathfinder(Task):
             as in the code of the arena, or "none"; see `snakes.Rules`.
         directions: Directions of first segments: "release" as in the images of the arena, or
             "any"; see `snakes.Rules`.
+        resampling: How stamps are reduced: "release" as in the images of the arena, or "clipped",
+            as in the runs of our records; see `snakes.Rules`.
 
     Raises:
         ValueError: An option is out of range, or is not for this source.
@@ -75,6 +79,7 @@ class Pathfinder(Task):
         traced: bool = False,
         distractors: Literal["release", "described", "none"] = "release",
         directions: Literal["release", "any"] = "release",
+        resampling: Literal["release", "clipped"] = "release",
     ):
         if (shorter or traced) and source != "fresh":
             raise ValueError(
@@ -84,15 +89,18 @@ class Pathfinder(Task):
         if not 0 <= shorter <= 1:
             raise ValueError(f"shorter must be from 0 to 1, got {shorter}")
         self.shorter, self.traced = shorter, traced
-        self.rules = Rules(distractors, directions)
+        self.rules = Rules(distractors, directions, resampling)
         if source == "released" and self.rules != RELEASE:
             raise ValueError(
-                f"distractors and directions are for source 'fresh', got {distractors!r} and "
-                f"{directions!r} with 'released'"
+                f"distractors, directions and resampling are for source 'fresh', got "
+                f"{distractors!r}, {directions!r} and {resampling!r} with 'released'"
             )
         self.name = f"pathfinder{side}-{difficulty}"
-        if self.rules != RELEASE:
+        if replace(self.rules, resampling="clipped") != CLIPPED:
             self.name += f"-distractors-{distractors}-directions-{directions}"
+        # Names in records do not change their meaning: images of names without it are clipped.
+        if resampling == "release":
+            self.name += "-unclipped"
         self.shape = Shape(seq_len=side * side, vocabulary=256, classes=2, side=side)
         self.side, self.difficulty, self.source = side, difficulty, source
         self.sizes, self.seed, self.skip_corrupt = sizes, seed, skip_corrupt

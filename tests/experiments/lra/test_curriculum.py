@@ -105,7 +105,7 @@ def test_a_run_goes_through_its_stages_and_goes_on_elsewhere(tmp_path, monkeypat
     result = json.loads((pieces / "curriculum.json").read_text())
     assert result["ended"]
     assert [stage["trained"] for stage in result["stages"]] == [2, 4]
-    assert result["task"] == "pathfinder32-hard"
+    assert result["task"] == "pathfinder32-hard-unclipped"
     assert result["test/samples"] == 4
     (checkpoint,) = (there / "1-hard-0.5").rglob("best.ckpt")
     assert torch.load(checkpoint, weights_only=True)["global_step"] in (2, 4)

@@ -5,7 +5,7 @@ contour.
 
 The algorithm and its parameters are those of the published generator. Here segments and discs are
 drawn once, as stamps, and a pixel is tested for being free only if it is a candidate. `Rules`
-documents two properties of the released images that the papers do not mention.
+documents properties of the released images that the papers do not mention.
 
 Reference:
     Linsley et al. 2018, Learning long-range spatial dependencies with horizontal gated recurrent

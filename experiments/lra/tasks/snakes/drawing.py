@@ -85,6 +85,8 @@ def _draw(s, segments, distractor_segments, distractors, seed, moved):
     discs = np.empty((2, 2), np.int64)
     discs[0] = contours[first, 0, :2]
     discs[1] = contours[second, -1, :2]
+    if not s.clipped:  # discs are not scaled: their brightest pixels have more than 1
+        image /= _brightest(s, image)
     for row, column in discs:
         _merge(image, s.disc, 0, _index(s, row, column), np.float32(1))
     return _to_bytes(s, image), label, discs, _traced(s, contours, first, second)
@@ -228,7 +230,8 @@ def _extend(s, state, mask, pivots, contours, c, n, cumulative):
         Whether it could be placed.
     """
     last = contours[c, n - 1, 2]
-    row, column = pivots[c, 0] + s.strides[last, 0], pivots[c, 1] + s.strides[last, 1]
+    row = int(np.ceil(pivots[c, 0] + s.strides[last, 0]))
+    column = int(np.ceil(pivots[c, 1] + s.strides[last, 1]))
     begin = s.turns.starts[last]
     turns = s.turns.starts[last + 1] - begin
     total = _weights(s, mask, begin, turns, row, column, cumulative)
@@ -395,17 +398,24 @@ def _is_free(s, mask, row, column, degree):
 
 
 @numba.njit(nogil=True, forceinline=True)
+def _brightest(s, image):
+    """The greatest brightness of the image without its frame."""
+    most = np.float32(0)
+    for row in range(s.side):
+        first = _index(s, row, 0)
+        for brightness in image[first : first + s.side]:
+            most = max(most, brightness)
+    return most
+
+
+@numba.njit(nogil=True, forceinline=True)
 def _to_bytes(s, image):
     """The image without its frame, scaled to 0 to 255."""
-    frame = s.origin % s.width
-    square = image.reshape(s.width, s.width)[frame : frame + s.side, frame : frame + s.side]
-    low, high = square[0, 0], square[0, 0]
-    for row in range(s.side):
-        for column in range(s.side):
-            low, high = min(low, square[row, column]), max(high, square[row, column])
-    scale = 255 / (high - low)
+    scale = 255 / _brightest(s, image)
+    rounding = 0.5 if s.clipped else 0.0
     scaled = np.empty((s.side, s.side), np.uint8)
     for row in range(s.side):
+        first = _index(s, row, 0)
         for column in range(s.side):
-            scaled[row, column] = np.uint8((square[row, column] - low) * scale + 0.5)
+            scaled[row, column] = np.uint8(image[first + column] * scale + rounding)
     return scaled

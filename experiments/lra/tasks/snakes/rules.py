@@ -47,7 +47,7 @@ BASELINE_DISTRACTOR = 2  # segments by which the release divides at every diffic
 
 @dataclass(frozen=True)
 class Rules:
-    """Two rules of the generator. The defaults are those of the released images.
+    """Rules of the generator. The defaults are those of the released images.
 
     Attributes:
         distractors: The number of distractors.
@@ -68,10 +68,23 @@ class Rules:
             distractors.
             "any" allows every direction. Then the label depends less on the coordinates of
             the discs.
+        resampling: How segments and discs, which are drawn at twice their size, are reduced with a
+            Lanczos filter.
+            "release" does not clip what the filter adds at edges: pixels of lines have up to 1.22,
+            pixels of discs up to 1.16 (64 pixels) or 1.12 (128). Lines are scaled to a maximum
+            of 1, then discs are drawn, and then the image is scaled to a maximum of 255 and
+            rounded down. Discs and segments of the released images of 64 and 128 pixels that
+            github.com/tsumansapkota/Solving-LRA-PathX shows have exactly these values. No image of
+            32 or 256 pixels could be compared. Occupancy is clipped, as in the public code; images
+            do not show it.
+            "clipped" clips brightness to [0, 1], as the public code does with
+            `scipy.misc.imresize`, and does not scale lines. Directions that are multiples of 90
+            degrees are rounded in another way.
     """
 
     distractors: Literal["release", "described", "none"] = "release"
     directions: Literal["release", "any"] = "release"
+    resampling: Literal["release", "clipped"] = "release"
 
     def count(self, side: int, segments: int) -> int:
         """The number of distractors of an image; those for which no pixels are free are left out.

@@ -39,6 +39,7 @@ class Stamps(NamedTuple):
 
     Attributes:
         side, padding, segment, seed_distance, target, distractor: As in Parameters.
+        clipped: Whether brightness was clipped to [0, 1].
         margin: The margin.
         width: Length of a row with its frame.
         origin: Index of the pixel in row 0 and column 0 of the image.
@@ -48,10 +49,11 @@ class Stamps(NamedTuple):
         core: Those of `occupied` that can reach OVERLAP with another segment.
         solid: Those of `occupied` with occupancy 1, which must be free for a first segment. They
             are shifted by one pixel, as in the published generator.
-        box: int64 (360, 2, 2), least and greatest row and column of the pixels of occupancy 1.
+        box: int64 (360, 2, 2), least and greatest row and column of the solid pixels, not shifted.
         directions: bool (360,), whether a first segment may have a direction; from -180 degrees.
         circle: int64 (candidates, 2), pixels around a pivot where the next segment may end.
-        strides: int64 (360 + candidates, 2), from the pivot of a segment to that of the next.
+        strides: float64 (360 + candidates, 2), from the pivot of a segment to that of the next,
+            whose coordinates are rounded up.
         turns: Candidates that may follow a segment, and their weights.
         near: int64 (n,), pixels of a disc whose radius is the margin.
         disc: Pixels of a marker and their brightness.
@@ -64,6 +66,7 @@ class Stamps(NamedTuple):
     seed_distance: int
     target: float
     distractor: float
+    clipped: bool
     width: int
     origin: int
     inside: np.ndarray
@@ -102,9 +105,16 @@ def _stamps(p: Parameters, margin: int, rules: Rules) -> Stamps:
     degrees = [radians(degree) for degree in range(-180, 180)]
     towards = np.arctan2(circle[:, 0], circle[:, 1])
     angles = np.concatenate([degrees, towards])
-    drawn = [_segment(p, margin, angle) for angle in [*degrees, *(towards + pi)]]
+    clipped = rules.resampling == "clipped"
+    # Both are opposite directions; their rounding errors move the ends of some segments.
+    back = towards + pi if clipped else np.where(towards < 0, towards + pi, towards - pi)
+    drawn = [_segment(p, margin, angle, clipped) for angle in [*degrees, *back]]
     lines, masks = (np.stack(part).astype(np.float32) for part in zip(*drawn, strict=True))
-    disc = _marker(p.disc_radius)
+    solid = masks[:360].copy()
+    if not clipped:  # the published generator cuts the shifted stamp
+        end = solid.shape[1] // 2 + p.segment + margin
+        solid[:, end:] = solid[:, :, end:] = 0
+    disc = _marker(p.disc_radius, clipped)
     frame = max(lines.shape[1], disc.shape[0]) // 2 + 1
     width = p.side + 2 * frame
     inside = np.pad(np.ones((p.side, p.side), bool), frame)
@@ -117,19 +127,20 @@ def _stamps(p: Parameters, margin: int, rules: Rules) -> Stamps:
         seed_distance=p.seed_distance,
         target=p.target,
         distractor=p.distractor,
+        clipped=clipped,
         width=width,
         origin=frame * width + frame,
         inside=inside.reshape(-1),
         lines=_steps(lines, lines > 0, width),
         occupied=_steps(masks, masks > 0, width),
         core=_steps(masks, masks >= CORE, width),
-        solid=_steps(masks[:360], masks[:360] == 1, width, shift=1),
-        box=np.stack([_solid_box(mask) for mask in masks[:360]]),
+        solid=_steps(solid, solid == 1, width, shift=1),
+        box=np.stack([_solid_box(mask) for mask in solid]),
         directions=np.array(
-            [rules.directions == "any" or _reaches_all_quadrants(mask) for mask in masks[:360]]
+            [rules.directions == "any" or _reaches_all_quadrants(mask) for mask in solid]
         ),
         circle=circle,
-        strides=np.stack([_moved(p.segment + 2 * margin, angle) for angle in angles]),
+        strides=np.stack([_stride(p.segment + 2 * margin, angle, clipped) for angle in angles]),
         turns=_lists(straightness, straightness > 0, np.arange(len(circle))),
         near=(np.argwhere(_disc(margin)) - margin) @ (width, 1),
         disc=_steps(disc[None], disc[None] > 0, width),
@@ -156,13 +167,14 @@ def _lists(values: np.ndarray, chosen: np.ndarray, numbers: np.ndarray) -> Lists
     return Lists(starts, numbers[np.nonzero(chosen)[1]], values[chosen].astype(np.float32))
 
 
-def _moved(distance: int, angle: float) -> tuple[int, int]:
-    """(rows, columns) to the point at a distance in a direction, rounded up."""
-    # Rounded after the sum with a coordinate, as in the published generator: the sum removes the
-    # rounding errors of sin and cos.
+def _stride(distance: int, angle: float, clipped: bool) -> tuple[float, float]:
+    """(rows, columns) to the point at a distance in a direction."""
+    rows, columns = distance * sin(angle), distance * cos(angle)
+    if not clipped:
+        return rows, columns
+    # Rounded up after the sum with a great coordinate, which removes rounding errors.
     coordinate = 1000
-    rows = ceil(coordinate + distance * sin(angle)) - coordinate
-    return rows, ceil(coordinate + distance * cos(angle)) - coordinate
+    return ceil(coordinate + rows) - coordinate, ceil(coordinate + columns) - coordinate
 
 
 def _straightness(turn: np.ndarray, continuity: float) -> np.ndarray:
@@ -176,13 +188,15 @@ def _straightness(turn: np.ndarray, continuity: float) -> np.ndarray:
 def _circle(radius: int) -> np.ndarray:
     """The distinct pixels (row, column) at steps of one pixel along a circle."""
     theta = np.arange(0, 2 * pi, 1 / radius)
-    coordinate = 1000  # see _moved
+    coordinate = 1000  # coordinates in images are positive, too, so int() rounds down
     rows, columns = coordinate + radius * np.sin(theta), coordinate + radius * np.cos(theta)
     return np.unique(np.stack([rows, columns], axis=1).astype(np.int64), axis=0) - coordinate
 
 
-def _segment(p: Parameters, margin: int, angle: float) -> tuple[np.ndarray, np.ndarray]:
-    """The brightness and the occupancy of the pixels of a segment, from 0 to 1."""
+def _segment(
+    p: Parameters, margin: int, angle: float, clipped: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The brightness and the occupancy of the pixels of a segment."""
     reach = p.segment + ceil(p.thickness) + margin
     centre = reach * ANTIALIAS
     end_row = ceil(centre + p.segment * ANTIALIAS * sin(angle))
@@ -193,7 +207,7 @@ def _segment(p: Parameters, margin: int, angle: float) -> tuple[np.ndarray, np.n
     )
     line = np.asarray(canvas)
     occupied = grey_dilation(line, footprint=_disc(margin * ANTIALIAS))
-    return _shrunk(line, 2 * reach + 1), _shrunk(occupied, 2 * reach + 1)
+    return _shrunk(line, 2 * reach + 1, clipped), _shrunk(occupied, 2 * reach + 1, True)
 
 
 def _disc(radius: int) -> np.ndarray:
@@ -201,8 +215,10 @@ def _disc(radius: int) -> np.ndarray:
     return row**2 + column**2 <= radius**2
 
 
-def _shrunk(canvas: np.ndarray, side: int) -> np.ndarray:
-    small = Image.fromarray(canvas).resize((side, side), Image.Resampling.LANCZOS)
+def _shrunk(canvas: np.ndarray, side: int, clipped: bool) -> np.ndarray:
+    """A canvas of bytes, reduced; 1 is white. Without clipping, some pixels are outside [0, 1]."""
+    pixels = canvas if clipped else canvas.astype(np.float32)
+    small = Image.fromarray(pixels).resize((side, side), Image.Resampling.LANCZOS)
     return np.asarray(small) / 255
 
 
@@ -212,16 +228,17 @@ def _solid_box(mask: np.ndarray) -> np.ndarray:
 
 
 def _reaches_all_quadrants(mask: np.ndarray) -> bool:
-    """Whether each closed quadrant has pixels of occupancy 1, after a shift by one pixel."""
+    """Whether each closed quadrant has solid pixels, after a shift by one pixel."""
     row, column = (np.argwhere(mask == 1) - mask.shape[0] // 2 + 1).T
     signs = ((1, 1), (1, -1), (-1, 1), (-1, -1))
     return all(((a * row >= 0) & (b * column >= 0)).any() for a, b in signs)
 
 
-def _marker(radius: float) -> np.ndarray:
+def _marker(radius: float, clipped: bool) -> np.ndarray:
     half = ceil(radius) + 3  # with space for the ringing of the resampling filter
     row, column = np.ogrid[
         -half * ANTIALIAS : (half + 1) * ANTIALIAS, -half * ANTIALIAS : (half + 1) * ANTIALIAS
     ]
     inside = row**2 + column**2 <= (radius * ANTIALIAS) ** 2
-    return _shrunk(inside.astype(np.uint8) * 255, 2 * half + 1).astype(np.float32)
+    disc = _shrunk(inside.astype(np.uint8) * 255, 2 * half + 1, clipped)
+    return disc.astype(np.float32)

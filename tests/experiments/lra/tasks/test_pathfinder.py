@@ -8,26 +8,30 @@ from PIL import Image
 
 from experiments.lra.tasks import SPLITS, Pathfinder, collate, pathfinder, snakes
 
-# Of the first two training images of each size.
+# Of the first two training images of each size. The images of the records are clipped.
 DIGESTS = [
-    (32, "c7c43edbbb8fbc45"),
-    (64, "45860af196b355ae"),
-    (128, "d279b7d214bb3c66"),
-    (256, "38323bc39cd023d8"),
+    (32, "release", "7bb1a113afe236d0"),
+    (64, "release", "a23c37fb88f79672"),
+    (128, "release", "3ad1390ee248239a"),
+    (256, "release", "83006291f3857b32"),
+    (32, "clipped", "c7c43edbbb8fbc45"),
+    (64, "clipped", "45860af196b355ae"),
+    (128, "clipped", "d279b7d214bb3c66"),
+    (256, "clipped", "38323bc39cd023d8"),
 ]
 
 
-def appearance(image: np.ndarray) -> tuple[float, float, float]:
-    """Separate pieces of an image, its ink, and the slope of its lines.
+def appearance(image: np.ndarray) -> tuple[float, ...]:
+    """Separate pieces of an image, ink, slope of its lines, brightness, and pixels not black.
 
-    Ink is the share of bright pixels. The slope is -1 if all lines fall to the right, 1 if all
-    rise, and 0 if no direction is preferred.
+    Ink is the share of bright pixels, whose median is the brightness. The slope is -1 if all lines
+    fall to the right, 1 if all rise, and 0 if no direction is preferred.
     """
     bright = image > 64
     _, pieces = cast(tuple[Any, int], scipy.ndimage.label(bright))
     rows, columns = np.gradient(scipy.ndimage.gaussian_filter(image.astype(float), 1))
     slope = 2 * (rows * columns).sum() / (rows**2 + columns**2).sum()
-    return pieces, bright.mean(), slope
+    return pieces, bright.mean(), slope, np.median(image[bright]), (image > 0).mean()
 
 
 class TestPathfinder:
@@ -46,7 +50,8 @@ class TestPathfinder:
         assert len(first) == 9
 
     def test_labels_are_even_and_neither_ink_nor_distance_says_them(self):
-        drawings = [Pathfinder().images("train", 10**6).draw(i) for i in range(1500)]
+        images = Pathfinder(resampling="clipped").images("train", 10**6)
+        drawings = [images.draw(i) for i in range(1500)]
         labels = np.array([d.label for d in drawings])
         ink = np.array([(d.image > 0).mean() for d in drawings])
         apart = np.array([np.linalg.norm(d.discs[0] - d.discs[1]) for d in drawings])
@@ -60,17 +65,19 @@ class TestPathfinder:
     @pytest.mark.parametrize(
         ("side", "directions"), [(32, [30]), (64, [95]), (128, [354, 360]), (256, [360])]
     )
+    @pytest.mark.parametrize("resampling", ["release", "clipped"])
     def test_first_segments_have_the_directions_that_the_border_rule_leaves(
-        self, side, directions
+        self, side, directions, resampling
     ):
         # Counted in the public generator with the same stamps.
-        assert [int(s.directions.sum()) for s in snakes.stamps(side)] == directions
+        allowed = snakes.stamps(side, snakes.Rules(resampling=resampling))
+        assert [int(s.directions.sum()) for s in allowed] == directions
         anywhere = snakes.stamps(side, snakes.Rules(directions="any"))
         assert all(s.directions.all() for s in anywhere)
 
     def test_the_first_contour_of_small_images_has_a_preferred_direction(self):
         def drift(**rules):
-            images = Pathfinder(32, **rules).images("train", 2500)
+            images = Pathfinder(32, resampling="clipped", **rules).images("train", 2500)
             drawn = [images.draw(i) for i in range(2500)]
             positive = np.stack([d.discs[1] - d.discs[0] for d in drawn if d.label])
             return positive.mean(0), positive.std(0) / len(positive) ** 0.5
@@ -92,38 +99,62 @@ class TestPathfinder:
         assert snakes.Rules(distractors="described").count(side, 14) == described
 
     @pytest.mark.parametrize(
-        ("side", "pieces", "ink", "slope"),
-        [(64, (30.5, 12), (0.1086, 0.005), -0.232), (128, (87.6, 8), (0.0519, 0.0095), 0.003)],
+        ("side", "released", "distance"),
+        [
+            (64, (30.5, 0.1086, -0.232, 134.3, 0.266), (14, 0.006, 0.12, 5, 0.02)),
+            (128, (87.6, 0.0519, 0.003, 155.6, 0.161), (5, 0.004, 0.05, 2, 0.009)),
+        ],
     )
-    def test_images_are_like_released_ones(self, side, pieces, ink, slope):
+    def test_images_are_like_released_ones(self, side, released, distance):
         # Means of the eight images of each size that LRA/datasets/samples of
         # github.com/tsumansapkota/Solving-LRA-PathX shows, with standard errors of 3.1 and 2.7
-        # pieces, 0.003 and 0.002 of ink, 0.024 and 0.020 of slope. Images of 64 pixels have more
-        # pieces here and a weaker slope.
-        images = Pathfinder(side).images("train", 60)
-        found = np.mean([appearance(images.draw(i).image) for i in range(60)], axis=0)
-        assert found[0] == pytest.approx(pieces[0], abs=pieces[1])
-        assert found[1] == pytest.approx(ink[0], abs=ink[1])
-        assert found[2] == pytest.approx(slope, abs=0.12)
+        # pieces, 0.003 and 0.002 of ink, 0.024 and 0.020 of slope, 1.8 and 0.8 of brightness,
+        # 0.006 and 0.005 of pixels that are not black. Images of 64 pixels have more pieces here
+        # and a weaker slope.
+        images = Pathfinder(side).images("train", 100)
+        found = np.mean([appearance(images.draw(i).image) for i in range(100)], axis=0)
+        assert (abs(found - released) < distance).all()
+
+    @pytest.mark.parametrize(("side", "values"), [(64, [223, 226, 241]), (128, [235, 237, 245])])
+    def test_discs_have_the_values_of_released_ones(self, side, values):
+        disc = snakes.stamps(side)[0].disc.values
+        scale = 255 / disc.max()
+        found = np.unique((disc * scale).astype(np.uint8))
+        assert found[found < 254][-3:].tolist() == values
+        # No line of the released images is brighter than 1 in this scale.
+        drawing = Pathfinder(side).images("train", 1).draw(0)
+        discs = [tuple(disc) for disc in drawing.discs]
+        assert all(drawing.image[disc] > 200 for disc in discs)
+        for row, column in discs:
+            drawing.image[max(row - 5, 0) : row + 6, max(column - 5, 0) : column + 6] = 0
+        assert drawing.image.max() <= int(scale)
 
     @pytest.mark.parametrize(
         ("side", "rules"), [(64, {"directions": "any"}), (128, {"distractors": "described"})]
     )
     def test_images_by_other_rules_are_not(self, side, rules):
         images = Pathfinder(side, **rules).images("train", 60)
-        pieces, ink, _ = np.mean([appearance(images.draw(i).image) for i in range(60)], axis=0)
+        pieces, ink, *_ = np.mean([appearance(images.draw(i).image) for i in range(60)], axis=0)
         released = {64: (30.5, 0.1086), 128: (87.6, 0.0519)}[side]
         assert abs(pieces - released[0]) > 20
         assert abs(ink - released[1]) > 0.0095
 
+    def test_clipped_images_are_brighter_and_have_fewer_black_pixels(self):
+        images = Pathfinder(128, resampling="clipped").images("train", 60)
+        found = np.mean([appearance(images.draw(i).image) for i in range(60)], axis=0)
+        assert found[1] > 0.0519 + 0.006
+        assert found[3] > 155.6 + 15
+        assert found[4] > 0.161 + 0.03
+
     def test_other_rules_make_another_task(self):
-        assert Pathfinder().name == "pathfinder32-hard"
-        described = Pathfinder(distractors="described", directions="any")
+        assert Pathfinder().name == "pathfinder32-hard-unclipped"
+        assert Pathfinder(resampling="clipped").name == "pathfinder32-hard"
+        described = Pathfinder(distractors="described", directions="any", resampling="clipped")
         assert described.name == "pathfinder32-hard-distractors-described-directions-any"
         assert not np.array_equal(
             described.images("test", 1)[0][0][0], Pathfinder().images("test", 1)[0][0][0]
         )
-        with pytest.raises(ValueError, match="distractors and directions are for source 'fresh'"):
+        with pytest.raises(ValueError, match="resampling are for source 'fresh'"):
             Pathfinder(source="released", directions="any")
 
     def test_images_that_evaluate_are_drawn_once(self, tmp_path, monkeypatch):
@@ -173,9 +204,9 @@ class TestPathfinder:
             assert not np.array_equal(before.discs[1], after.discs[1])
             assert (before.image != after.image).mean() < 0.1
 
-    @pytest.mark.parametrize(("side", "digest"), DIGESTS)
-    def test_images_are_those_of_the_records(self, side, digest):
-        images = Pathfinder(side).images("train", 2)
+    @pytest.mark.parametrize(("side", "resampling", "digest"), DIGESTS)
+    def test_images_stay_the_same(self, side, resampling, digest):
+        images = Pathfinder(side, resampling=resampling).images("train", 2)
         found = hashlib.sha256()
         for i in range(2):
             drawing = images.draw(i)
