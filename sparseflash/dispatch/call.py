@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -191,6 +191,7 @@ class Positions:
     heads: int = 1
     first_head: int = 0
     _with_heads: dict[tuple[int, int], "Positions"] = field(default_factory=dict, repr=False)
+    _of_blocks: list[Tensor] = field(default_factory=list, repr=False)  # at most one
 
     def with_heads(self, heads: int, first_head: int) -> "Positions":
         """The same positions for a call with other heads; the same object for equal ones."""
@@ -199,14 +200,19 @@ class Positions:
             self._with_heads[key] = Positions(self.query, self.key, self.seq_len, *key)
         return self._with_heads[key]
 
-    @cached_property
     def of_blocks(self) -> Tensor:
         """seq_len, heads, first_head, positions of queries, positions of keys: int32
         (3 + nq + nk,), for kernels.
         """
+        if self._of_blocks:
+            return self._of_blocks[0]
         numbers = (self.seq_len, self.heads, self.first_head)
         first = [self.query.new_full((1,), number) for number in numbers]  # graphs may capture it
-        return torch.cat([*first, self.query, self.key]).int()
+        made = torch.cat([*first, self.query, self.key]).int()
+        # The memory of a tensor that is made in a CUDA graph has its values only after a replay.
+        if not (self.query.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._of_blocks.append(made)
+        return made
 
     def to(self, device: torch.device) -> "Positions":
         """The positions on another device."""

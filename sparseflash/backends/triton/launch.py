@@ -175,7 +175,7 @@ def launch_pass(
     """
     key_lengths, bias = call.key_lengths, call.bias
     score_tensors = NO_SCORE_TENSORS if call.score_tensors is None else call.score_tensors.flat
-    positions = None if call.positions is None else call.positions.of_blocks
+    positions = None if call.positions is None else call.positions.of_blocks()
     streamed = [tensors[name] for name in prepared.streamed]
     bias_stride = 0 if bias is None or len(bias) == 1 else bias.stride(0)
     changed_by_call = (key_lengths, bias, *score_tensors, positions)

@@ -252,6 +252,18 @@ def test_lengths_on_the_cpu_are_refused_while_a_graph_is_captured(monkeypatch):
         lengths_in_range(torch.tensor([3, 10]), 10, torch.device("cuda"))
 
 
+def test_positions_that_a_graph_made_are_made_again_for_other_calls(monkeypatch):
+    first = torch.tensor([0, 32, 64]).as_subclass(OnGpu)
+    positions = Positions(first, first, 100, heads=8, first_head=4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    captured = positions.of_blocks()
+    assert captured.tolist() == [100, 8, 4, 0, 32, 64, 0, 32, 64]
+    captured.zero_()  # as the memory of a graph before its first replay
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert positions.of_blocks()[:3].tolist() == [100, 8, 4]
+    assert positions.of_blocks() is positions.of_blocks()
+
+
 @pytest.fixture
 def passed(only_backend):
     """Every (pass, call) that the backend "cpu", now the only one, is given."""
