@@ -20,7 +20,7 @@ from experiments.lra.batches import ArenaData
 from experiments.lra.callbacks import Curve, Deadline, Enough, StepBar, StuckAtChance, folder_of
 from experiments.lra.causal import moved_discs
 from experiments.lra.floors import floors
-from experiments.lra.learner import Learner, check_warm_up, read_checkpoint
+from experiments.lra.learner import Learner, check_warm_up, read_checkpoint, trained_by
 from experiments.lra.tasks import MissingData, Pathfinder, Task
 
 LIGHTNING_VERSION = "pytorch-lightning_version"  # a key of every checkpoint
@@ -84,6 +84,8 @@ class ArenaCLI(LightningCLI):
             logger = TensorBoardLogger(folder.parent, name="", version=folder.name)
             self.trainer.logger = logger
         with errors_in_one_line():
+            if path is not None:
+                check_resumed(path, self.model.task)
             # Before anything starts, so that invalid settings give an error of one line.
             check_warm_up(self.model.optimizer, int(self.trainer.max_steps))
             self.datamodule.prepare_data()
@@ -220,6 +222,23 @@ def with_presets(arguments: list[str]) -> list[str]:
         else:
             expanded.append(argument)
     return expanded
+
+
+def check_resumed(path: Path, task: Task) -> None:
+    """Checks that a run is resumed on its own task.
+
+    Its curve and its best weights are of that task, so a run on two tasks would have a result of
+    neither.
+
+    Raises:
+        ValueError: The checkpoint is of another task.
+    """
+    before = trained_by(read_checkpoint(path)).get("task", task.name)  # older ones do not say it
+    if before != task.name:
+        raise ValueError(
+            f"{path} is of a run on {before}, not on {task.name}: give the options of its task, "
+            "or start a new run from its weights by --model.init_from"
+        )
 
 
 def check_task(arguments: list[str]) -> None:

@@ -82,6 +82,16 @@ def test_a_run_that_is_killed_goes_on_where_it_saved(tmp_path):
         assert results[0][name] == results[1][name]
 
 
+def test_a_run_is_resumed_on_its_own_task_only(tmp_path):
+    path = tmp_path / "last.ckpt"
+    torch.save({"trained": {"task": "pathfinder32-hard"}}, path)
+    command.check_resumed(path, Pathfinder(resampling="clipped"))
+    with pytest.raises(ValueError, match=r"of a run on pathfinder32-hard, not on .*-unclipped:"):
+        command.check_resumed(path, Pathfinder())
+    torch.save({"global_step": 3}, path)  # saved before checkpoints said their task
+    command.check_resumed(path, Pathfinder())
+
+
 def test_unknown_tasks_list_the_known_ones():
     command.check_task(["fit", "--data.task", "ListOps"])
     with pytest.raises(ValueError, match="unknown task 'Foo'; known: FilmPairs, ImageTask, "):
