@@ -16,5 +16,5 @@ ${COMMAND:-python -m} experiments.lra.curriculum --output "runs/path-256-curricu
   --model.init_from "runs/path-x-curriculum/seed$seed/1-hard-0.5/checkpoints/best.ckpt" \
   --model.optimizer.learning_rate 3e-4 --model.optimizer.warmup_steps 100 --trainer.val_check_interval 350 \
   --data.task.init_args.sizes '[160000,512,2048]' --data.workers 14 \
-    --data.task.init_args.resampling clipped "$@"
+  --data.task.init_args.resampling clipped "$@"
 python -m experiments.lra.results path-256-labels runs/path-256-curriculum

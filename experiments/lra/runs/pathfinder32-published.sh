@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Pathfinder-32 as published (Nystromformer protocol): 160,000 stored images, learned positions, black masked, 62,400 steps of 256,
-# on images by the rules of the release, with clipped stamps as in the records, and on those without preferred direction; dense and
-# block-sparse, 3 seeds each; 4 to 7 minutes a run on one H200. It tests why labels alone fail without a curriculum. Further arguments go to every run.
+# on images by the rules of the release and on those without preferred direction; dense and block-sparse, 3 seeds each; 4 to 7
+# minutes a run on one H200. It tests why labels alone fail without a curriculum. Further arguments go to every run.
+# Stamps are clipped, as in the records; `--data.task.init_args.resampling release` gives those of the release.
 set -euo pipefail
 fit() {  # folder, attention, rules of the images
   python -m experiments.lra.seeds --seeds "${SEEDS:-3}" --output "runs/$1" -- --preset nystromformer/pathfinder \

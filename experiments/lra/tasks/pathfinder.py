@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cached_property
 from os import cpu_count
 from pathlib import Path
@@ -36,7 +35,6 @@ FOLDERS = {
 }
 SHORTEST = 3  # segments of a contour; its distractors have a third of them, at least one
 GENERATOR = 2  # version of stored images; version 1 had other defaults of Rules
-CLIPPED = Rules(resampling="clipped")  # the rules of images without a name of their own
 NPY_MAGIC = b"\x93NUMPY"
 
 
@@ -60,8 +58,11 @@ class Pathfinder(Task):
             as in the code of the arena, or "none"; see `snakes.Rules`.
         directions: Directions of first segments: "release" as in the images of the arena, or
             "any"; see `snakes.Rules`.
-        resampling: How stamps are reduced: "release" as in the images of the arena, or "clipped",
-            as in the runs of our records; see `snakes.Rules`.
+        resampling: How stamps of segments and discs are reduced: "release" as in the images of the
+            arena, or "clipped", as in the runs of our records; see `snakes.Rules`.
+
+    The name of the task says which images it has: it ends in "-released" for those of the arena,
+    and in the suffix of their rules for others. Floors are found by this name.
 
     Raises:
         ValueError: An option is out of range, or is not for this source.
@@ -92,15 +93,14 @@ class Pathfinder(Task):
         self.rules = Rules(distractors, directions, resampling)
         if source == "released" and self.rules != RELEASE:
             raise ValueError(
-                f"distractors, directions and resampling are for source 'fresh', got "
-                f"{distractors!r}, {directions!r} and {resampling!r} with 'released'"
+                "distractors, directions and resampling are for sources 'fresh' and 'stored', "
+                f"got {distractors!r}, {directions!r} and {resampling!r} with 'released'"
             )
         self.name = f"pathfinder{side}-{difficulty}"
-        if replace(self.rules, resampling="clipped") != CLIPPED:
-            self.name += f"-distractors-{distractors}-directions-{directions}"
-        # Names in records do not change their meaning: images of names without it are clipped.
-        if resampling == "release":
-            self.name += "-unclipped"
+        if source == "released":
+            self.name += "-released"
+        else:
+            self.name += self.rules.suffix
         self.shape = Shape(seq_len=side * side, vocabulary=256, classes=2, side=side)
         self.side, self.difficulty, self.source = side, difficulty, source
         self.sizes, self.seed, self.skip_corrupt = sizes, seed, skip_corrupt
@@ -136,7 +136,7 @@ class Pathfinder(Task):
         if not source.exists():
             raise MissingData(source, "unpack lra_release.gz of google-research/long-range-arena")
         arrays = stored(
-            data_root / f"{self.name}-released",
+            data_root / self.name,
             {"source": str(source.relative_to(data_root)), "skip_corrupt": self.skip_corrupt},
             lambda allocate: pack_released(source, self.side, self.skip_corrupt, allocate),
         )

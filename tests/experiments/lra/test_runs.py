@@ -79,6 +79,15 @@ def test_further_arguments_reach_every_run(script, tmp_path):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_runs_of_pathfinder_have_the_images_of_the_records(script, tmp_path):
+    option = "--data.task.init_args.resampling"
+    for run in called(script, tmp_path):
+        read = [value for name, value in pairwise(run) if name in ("--preset", "--config")]
+        if any("/path" in value for value in read):
+            assert [value for name, value in pairwise(run) if name == option][-1:] == ["clipped"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_weights_are_those_of_a_run_before(script, tmp_path):
     """Of this script or of another: a folder of a seed or of a stage."""
     folders = {f"runs/{name}" for name in trained_folders(tmp_path / "all")}

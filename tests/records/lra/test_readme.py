@@ -35,6 +35,13 @@ def test_floors_in_sentences():
         assert f"{floor:.1f}%" in " ".join(PAGE)
 
 
+def test_images_of_all_records_are_clipped():
+    assert "All results on this page are of images whose stamps are clipped" in " ".join(PAGE)
+    for name, _ in page.trained_groups():
+        found = page.record(name)
+        assert found is None or not found["task"].endswith(("-unclipped", "-released"))
+
+
 def test_sentences_of_the_front_page_are_those_of_the_records():
     front = page.FRONT.read_text()
     assert page.written(front, page.SENTENCES, between="") == front

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,11 @@ class Rules:
             "release" does not clip what the filter adds at edges: pixels of lines have up to 1.22,
             pixels of discs up to 1.16 (64 pixels) or 1.12 (128). Lines are scaled to a maximum
             of 1, then discs are drawn, and then the image is scaled to a maximum of 255 and
-            rounded down. Discs and segments of the released images of 64 and 128 pixels that
-            github.com/tsumansapkota/Solving-LRA-PathX shows have exactly these values. No image of
-            32 or 256 pixels could be compared. Occupancy is clipped, as in the public code; images
-            do not show it.
+            rounded down. In the released images of 64 and 128 pixels that
+            github.com/tsumansapkota/Solving-LRA-PathX shows, discs have exactly these values and
+            segments differ from them by 1 of 255 at most. No image of 32 or 256 pixels could be
+            compared. Occupancy is clipped, as in the public code; images do not show whether that
+            of the release was.
             "clipped" clips brightness to [0, 1], as the public code does with
             `scipy.misc.imresize`, and does not scale lines. Directions that are multiples of 90
             degrees are rounded in another way.
@@ -85,6 +86,23 @@ class Rules:
     distractors: Literal["release", "described", "none"] = "release"
     directions: Literal["release", "any"] = "release"
     resampling: Literal["release", "clipped"] = "release"
+
+    def __post_init__(self) -> None:
+        for name, values in get_type_hints(type(self)).items():
+            if (given := getattr(self, name)) not in get_args(values):
+                raise ValueError(f"{name} must be one of {get_args(values)}, got {given!r}")
+
+    @property
+    def suffix(self) -> str:
+        """What the name of a task says about these rules.
+
+        The oldest records have names without a suffix, and their images are clipped, with the
+        distractors and directions of the release. So these have no suffix for ever.
+        """
+        named = ""
+        if (self.distractors, self.directions) != ("release", "release"):
+            named = f"-distractors-{self.distractors}-directions-{self.directions}"
+        return named if self.resampling == "clipped" else f"{named}-unclipped"
 
     def count(self, side: int, segments: int) -> int:
         """The number of distractors of an image; those for which no pixels are free are left out.

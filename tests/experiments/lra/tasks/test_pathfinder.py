@@ -154,8 +154,19 @@ class TestPathfinder:
         assert not np.array_equal(
             described.images("test", 1)[0][0][0], Pathfinder().images("test", 1)[0][0][0]
         )
-        with pytest.raises(ValueError, match="resampling are for source 'fresh'"):
+        assert Pathfinder(directions="any").name.endswith("-directions-any-unclipped")
+        with pytest.raises(ValueError, match="resampling are for sources 'fresh' and 'stored'"):
             Pathfinder(source="released", directions="any")
+
+    def test_released_images_have_a_name_of_their_own(self):
+        assert Pathfinder(source="released").name == "pathfinder32-hard-released"
+
+    @pytest.mark.parametrize("rule", ["distractors", "directions", "resampling"])
+    def test_unknown_rules_list_the_known_ones(self, rule):
+        with pytest.raises(
+            ValueError, match=rf"{rule} must be one of \('release', .*got 'Release'"
+        ):
+            Pathfinder(**{rule: "Release"})
 
     def test_images_that_evaluate_are_drawn_once(self, tmp_path, monkeypatch):
         test = Pathfinder(sizes=(1, 1, 3)).splits(tmp_path)["test"]
@@ -242,6 +253,7 @@ class TestPathfinder:
     def test_released_folders_are_read(self, tmp_path, real_npy):
         release(tmp_path, real_npy, count=20)
         splits = Pathfinder(source="released").splits(tmp_path)
+        assert (tmp_path / "pathfinder32-hard-released").is_dir()
         assert [len(splits[split]) for split in SPLITS] == [17, 1, 1]
         (pixels,), label, _ = splits["train"][0]
         assert pixels.shape == (1024,)
