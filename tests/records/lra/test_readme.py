@@ -33,6 +33,12 @@ def test_floors_in_sentences():
     for side in (32, 64):
         floor = 100 * recorded[f"pathfinder{side}-hard"]["coordinates of the discs"]
         assert f"{floor:.1f}%" in " ".join(PAGE)
+    unclipped = [
+        f"{100 * recorded[f'pathfinder{side}-hard-unclipped']['coordinates of the discs']:.1f}%"
+        for side in page.floors.SIDES
+    ]
+    told = f"{', '.join(unclipped[:3])} and {unclipped[3]}"
+    assert f"floors of coordinates of all four sizes are {told} (32 to 256 pixels)" in text
 
 
 def test_images_of_all_records_are_clipped():
