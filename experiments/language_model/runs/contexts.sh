@@ -37,8 +37,8 @@ run wide-16k 25m-16k --attention "local(2048) | butterfly() | global_tokens(128)
 run mid-16k 25m-16k --attention "local(1024) | butterfly() | global_tokens(128)"
 run narrow-16k 25m-16k --attention "local(512) | butterfly() | global_tokens(128)"
 # In every second layer one of eight heads attends all tokens before, the others a window: 1/8 of the blocks.
-short="local(256) | global_tokens(128)"
-run hybrid-16k 25m-16k --attention "full(); $short; $short; $short; $short; $short; $short; $short" --attention "$short"
+window="local(256) | global_tokens(128)"
+run hybrid-16k 25m-16k --attention "full(); $window; $window; $window; $window; $window; $window; $window" --attention "$window"
 # 1/9 of the blocks.
 run heads-16k 25m-16k --attention "local(1024); butterfly() | global_tokens(128)"
 run narrow-64k 25m-64k --attention "local(512) | butterfly() | global_tokens(128)"
