@@ -1,15 +1,17 @@
 """What each rank does in tests of attention over a sequence that GPUs share."""
 
+from functools import cache
 from typing import Any, Literal
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import masks
 import sparseflash
-from masks import BlockMask
+from masks import BlockMask, MaskBatch
 from sparseflash.distributed import (
     context_parallel_attention,
     copies,
@@ -18,6 +20,7 @@ from sparseflash.distributed import (
     make_plan,
     part,
 )
+from sparseflash.score import ScoreFunction
 
 HEADS, KV_HEADS, LENGTH, DIMS, BLOCK = 4, 2, 2000, 128, 128
 
@@ -40,6 +43,24 @@ def mask_of(name: str, length: int = LENGTH) -> BlockMask:
     return patterns[name](length, BLOCK)
 
 
+def masks_of(name: str, length: int, batch: int) -> BlockMask | MaskBatch:
+    """The mask of a case; "batch" has one for each batch element."""
+    if name != "batch":
+        return mask_of(name, length)
+    names = ("butterfly", "documents", "window")
+    return MaskBatch.from_masks([mask_of(names[i % 3], length) for i in range(batch)])
+
+
+@cache
+def nearer_is_higher() -> ScoreFunction:
+    """A score function that depends on positions in the whole sequence and on the head."""
+
+    def near(score, batch, head, query, key):
+        return score - (query - key).abs() * 0.01 * (head + 1)
+
+    return ScoreFunction.from_torch("nearer is higher", near)
+
+
 def errors(
     rank: int,
     name: str,
@@ -56,14 +77,14 @@ def errors(
         rank: Number of this rank.
         name: Name of the mask.
         options: Arguments of make_plan.
-        extras: Arguments of attention.
+        extras: Arguments of attention; "near" for the score function nearer_is_higher.
         k: Number of blocks that a DynamicMask selects for each block row; None for all.
         length: Number of tokens.
         batch: Number of batch elements.
         transport: How the two GPUs exchange.
     """
     device = torch.device("cuda", rank)
-    mask = mask_of(name, length)
+    mask = masks_of(name, length, batch)
     plan = make_plan(mask, dist.get_world_size(), **options)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -72,22 +93,28 @@ def errors(
 
     shapes = [(batch, heads, length, DIMS) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     *whole, grad_out = (normal(*shape).bfloat16() for shape in shapes)
-    scores = normal(mask.grid.nq, mask.grid.nk)
     own = [plan.shard(x, rank, 2).requires_grad_() for x in whole]
     whole = [x.requires_grad_() for x in whole]
     used, selected = mask.to(device), None
     if k is not None:
-        used = used.select_topk(scores, k)
+        assert isinstance(mask, BlockMask)
+        scores = normal(mask.grid.nq, mask.grid.nk)
+        used = mask.to(device).select_topk(scores, k)
         rows = plan.part(rank, device).rows
         selected = plan.mask_of(rank).to(device).select_topk(scores[rows], k)
     extras = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in extras.items()}
-    out = sparseflash.attention(*whole, used, **extras)
-    expected = (out.detach(), *torch.autograd.grad(out, whole, grad_out))
-    found = context_parallel_attention(*own, plan, mask=selected, transport=transport, **extras)
-    grads = torch.autograd.grad(found, own, plan.shard(grad_out, rank, 2))
-    names = ("out", "query", "key", "value")
-    results = zip(names, (found.detach(), *grads), expected, strict=True)
-    return {name: _difference(gather(x, plan, 2), y) for name, x, y in results}
+    if extras.pop("near", False):
+        extras["score"] = nearer_is_higher()
+    results = sparseflash.attention(*whole, used, return_lse=True, **extras)
+    grads = torch.autograd.grad(results[0], whole, grad_out)
+    expected = (*(x.detach() for x in results), *grads)
+    call = {"mask": selected, "transport": transport, "return_lse": True, **extras}
+    results = context_parallel_attention(*own, plan, **call)
+    grads = torch.autograd.grad(results[0], own, plan.shard(grad_out, rank, 2))
+    of_rows = ("out", "lse", "maximum logits")[: len(results)]
+    names = (*of_rows, "query", "key", "value")
+    found = zip(names, (*(x.detach() for x in results), *grads), expected, strict=True)
+    return {name: _difference(gather(x, plan, 2), y) for name, x, y in found}
 
 
 def errors_of_heavy_keys(rank: int) -> dict[str, float]:
@@ -98,8 +125,65 @@ def errors_of_heavy_keys(rank: int) -> dict[str, float]:
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    gap = (found.float() - expected.float()).abs().max()
-    return float(gap / expected.float().abs().max().clamp(min=1e-9))
+    """The LSE and the maximum logit of an empty row are -inf on both sides."""
+    finite = expected.isfinite()
+    if not torch.equal(finite, found.isfinite()):
+        return float("inf")
+    found, expected = (torch.where(finite, x, 0).float() for x in (found, expected))
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-9))
+
+
+def errors_with_shared_heads(
+    rank: int, shape: tuple[int, int], extras: dict[str, Any]
+) -> dict[str, float]:
+    """`errors` on a mesh (sequence, heads): ranks of its second dimension divide the heads."""
+    device, mesh = torch.device("cuda", rank), init_device_mesh("cuda", shape)
+    row, column = divmod(rank, shape[1])
+    plan = make_plan(mask_of("butterfly"), shape[0])
+    generator = torch.Generator(device).manual_seed(0)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    sizes = [(2, n, LENGTH, DIMS) for n in heads]
+    given = [torch.randn(x, generator=generator, device=device).bfloat16() for x in sizes]
+
+    def mine(x: Tensor) -> Tensor:
+        return plan.shard(x, row, 2).tensor_split(shape[1], 2)[column].contiguous()
+
+    *whole, grad_out = given
+    own = [mine(x).requires_grad_() for x in whole]
+    whole = [x.requires_grad_() for x in whole]
+    extras = {**extras, "return_lse": True, "return_max_logits": True}
+    results = sparseflash.attention(*whole, mask_of("butterfly").to(device), **extras)
+    grads = torch.autograd.grad(results[0], whole, grad_out)
+    own_results = context_parallel_attention(*own, plan, group=mesh, **extras)
+    own_grads = torch.autograd.grad(own_results[0], own, mine(grad_out))
+    names = ("out", "lse", "maximum logits", "query", "key", "value")
+    pairs = zip((*own_results, *own_grads), (*results, *grads), strict=True)
+    found = [_difference(x.detach(), mine(y.detach())) for x, y in pairs]
+    return dict(zip(names, found, strict=True))
+
+
+def errors_of_a_replay(rank: int, warm: bool) -> dict[str, float]:
+    """The largest difference of a captured forward pass, replayed with new inputs.
+
+    warm: whether a call outside the graph made the positions that dropout needs
+    """
+    plan = make_plan(mask_of("butterfly", WHOLE), dist.get_world_size(), "zigzag")
+    device, stream = torch.device("cuda", rank), torch.cuda.Stream()
+    shape = (3, 1, KV_HEADS, len(plan.positions(rank)), DIMS)
+    own, new = torch.randn(2, *shape, device=device).bfloat16()
+    extras: dict[str, Any] = {"dropout_p": 0.2, "seed": 7, "backend": "triton"}
+    expected = context_parallel_attention(*new.unbind(), plan, **extras)
+    if not warm:  # tables of another plan, but not the positions that dropout needs
+        plan = make_plan(mask_of("butterfly", WHOLE), dist.get_world_size(), "zigzag")
+        context_parallel_attention(*new.unbind(), plan, transport="collectives")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = context_parallel_attention(*own.unbind(), plan, check=False, **extras)
+    own.copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    again = context_parallel_attention(*new.unbind(), plan, **extras)
+    return {"replay": _difference(out, expected), "afterwards": _difference(again, expected)}
 
 
 def same_bits(rank: int, name: str, length: int) -> bool:

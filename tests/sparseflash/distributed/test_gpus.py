@@ -110,6 +110,48 @@ def test_dropout_drops_the_same_pairs(two_gpus):
     check(two_gpus.run(cases.errors, "causal", {"strategy": "zigzag"}, extras))
 
 
+@pytest.mark.parametrize("extra", [{"dropout_p": 0.2, "seed": 7}, {"near": True}, {}])
+@pytest.mark.parametrize("options", [{"split": "rows"}, {"round_tokens": 512}], ids=str)
+def test_a_mask_for_each_batch_element(two_gpus, options, extra):
+    extras = extra | ({"backend": "triton"} if extra else {})
+    check(two_gpus.run(cases.errors, "batch", options, extras))
+
+
+@pytest.mark.parametrize("options", [{"split": "rows"}, {"split": "keys"}], ids=str)
+def test_score_functions_read_positions_in_the_whole_sequence(two_gpus, options):
+    extras = {"near": True, "backend": "triton", "dropout_p": 0.1, "seed": 3}
+    check(two_gpus.run(cases.errors, "head masks", options, extras))
+
+
+@pytest.mark.parametrize("length", [cases.LENGTH, cases.WHOLE, cases.WHOLE - 1])
+@pytest.mark.parametrize("mask", ["butterfly", "global tokens"])
+@pytest.mark.parametrize(
+    "options", [{"split": "rows"}, {"split": "keys"}, {"round_tokens": 512}], ids=str
+)
+def test_maximum_logits(two_gpus, options, mask, length):
+    extras = {"return_max_logits": True}
+    check(two_gpus.run(cases.errors, mask, options, extras, None, length))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_maximum_logits_in_place(two_gpus, groups):
+    options = {"split": "in place", "strategy": "contiguous", "shared_rows": ()}
+    options |= {} if groups == 1 else {"round_tokens": cases.WHOLE // 4}
+    extras = {"return_max_logits": True}
+    check(two_gpus.run(cases.errors, "butterfly", options, extras, None, cases.WHOLE, 1))
+
+
+@pytest.mark.parametrize("extras", [{}, {"dropout_p": 0.2, "seed": 7, "backend": "triton"}])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+def test_heads_over_a_dimension_of_a_mesh(two_gpus, shape, extras):
+    check(two_gpus.run(cases.errors_with_shared_heads, shape, extras))
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_captured_call_with_dropout(two_gpus, warm):
+    check(two_gpus.run(cases.errors_of_a_replay, warm))
+
+
 @pytest.mark.parametrize("length", [cases.LENGTH, cases.WHOLE])
 @pytest.mark.parametrize("mask", ["butterfly", "global tokens"])
 def test_the_same_inputs_give_the_same_bits(two_gpus, mask, length):
