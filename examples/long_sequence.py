@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import masks
-from sparseflash.distributed import context_parallel_attention, gather, make_plan
+from sparseflash.distributed import Copies, context_parallel_attention, gather, make_plan
 
 TOKENS, HEADS, KV_HEADS, DIM = 4096, 4, 2, 32
 
@@ -26,13 +26,14 @@ rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() 
 
 mask = ((masks.local(256) | masks.global_tokens([0])) & masks.causal())(TOKENS, block_size=64)
 plan = make_plan(mask, ranks)  # every rank makes the same one
+copies = Copies.where_possible(device=device)  # if all ranks are GPUs of this host
 if rank == 0:
     print(plan.report(KV_HEADS, DIM, torch.float32))
 
 torch.manual_seed(0)  # here every rank makes the whole sequence, and takes its tokens of it
 whole = [torch.randn(1, n, TOKENS, DIM, device=device) for n in (HEADS, KV_HEADS, KV_HEADS)]
 query, key, value = (plan.shard(x, rank, dim=2).requires_grad_() for x in whole)
-out = context_parallel_attention(query, key, value, plan)
+out = context_parallel_attention(query, key, value, plan, transport=copies)
 out.square().sum().backward()
 everything = gather(out.detach(), plan, dim=2)
 print(f"rank {rank}: tokens {plan.positions(rank)[:3].tolist()}..., of {everything.shape[2]}")

@@ -5,7 +5,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 
@@ -21,8 +21,7 @@ from experiments.long_context.exchange import counted, nothing_exchanged
 from experiments.memory import peak_bytes
 from experiments.record import useful_flops
 from masks import BlockMask, DynamicMask
-from sparseflash.distributed import ContextPlan, context_parallel_attention, gather
-from sparseflash.distributed.copies import buffer_bytes, drop_buffers
+from sparseflash.distributed import ContextPlan, Copies, context_parallel_attention, gather
 from sparseflash.distributed.simulation import Attention
 
 TOLERANCE = (
@@ -91,13 +90,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of attention, the ranks of a case, and the device of this rank."""
+    """Sizes of attention, the ranks of a case, the device of this rank, and how it copies."""
 
     kind: Kind
     sizes: Attention
     group: ProcessGroup | None
     rank: int
     device: torch.device
+    copies: Copies | None = None
 
 
 def start() -> torch.device:
@@ -146,6 +146,9 @@ def measure(
 ) -> tuple[list[Row], dict[str, str]]:
     """(rows of a case, why an implementation was skipped), equal on all of its ranks."""
     expected, rows, skipped = None, [], {}
+    if setting.group is not None and setting.device.type == "cuda":
+        copies = Copies.where_possible(setting.group, setting.device)
+        setting = replace(setting, copies=copies)
     for way in (way for way in case.plans if way in ways):  # the all-gather first
         if way is Way.COLLECTIVES and setting.device.type != "cuda":
             skipped[way] = "without GPUs every plan exchanges by all-to-alls"
@@ -165,8 +168,8 @@ def measure(
             rows.append(row)
         if setting.device.type == "cuda":
             torch.cuda.empty_cache()
-        if setting.group is not None:  # those of the next implementation are smaller or larger
-            drop_buffers(setting.group)
+        if setting.copies is not None:  # the buffers of the next one are smaller or larger
+            setting.copies.free()
     return rows, skipped
 
 
@@ -244,7 +247,7 @@ def _prepared(
     if way is Way.GATHER:
         return partial(all_gather_attention, mask=mask, group=setting.group), own
     selected = mask if isinstance(mask, DynamicMask) else None
-    transport = "collectives" if way is Way.COLLECTIVES else "auto"
+    transport = None if way is Way.COLLECTIVES else setting.copies
     options = {"plan": plan, "group": setting.group, "mask": selected, "transport": transport}
     return partial(context_parallel_attention, **options), own
 
@@ -301,7 +304,8 @@ def _row(
         forward()
     # Results are freed at the next run, as in a training step.
     # Nor are the buffers of copies, which are no memory of the caching allocator.
-    needed = peak_bytes(both, setting.device) + buffer_bytes(setting.group)
+    needed = peak_bytes(both, setting.device)
+    needed += 0 if setting.copies is None else setting.copies.nbytes
     peak = _over_ranks(setting, needed)
     plan, sizes = case.plans[way], setting.sizes
     report = sizes.report(plan)

@@ -18,7 +18,7 @@ from experiments.long_context.choices import Precision, Settings
 from experiments.long_context.corpus import IGNORED, VOCABULARY, Corpus, read_text
 from experiments.long_context.model import LanguageModel
 from masks._parse import parse
-from sparseflash.distributed import ContextPlan, context_parallel_attention, make_plan
+from sparseflash.distributed import ContextPlan, Copies, context_parallel_attention, make_plan
 
 CLIP = 1.0  # largest norm of the gradient
 LAST = "last"  # the file with the name of the last complete checkpoint
@@ -42,7 +42,8 @@ class Recipe:
         self.plan: ContextPlan = make_plan(mask, context, settings.strategy)
         self.rank = context.get_local_rank()
         self.positions = self.plan.positions(self.rank).to(device)
-        self.attend = partial(context_parallel_attention, plan=self.plan, group=context)
+        ranks = {"group": context, "transport": Copies.where_possible(context, device)}
+        self.attend = partial(context_parallel_attention, plan=self.plan, **ranks)
         length, path = settings.tokens, settings.text
         text = None if path is None else read_text(path, length)
         self.corpus = Corpus(settings.task, length, settings.seed, text)

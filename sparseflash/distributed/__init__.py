@@ -5,25 +5,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sparseflash.distributed.attention import context_parallel_attention
+    from sparseflash.distributed.copies import Copies
     from sparseflash.distributed.plan import ContextPlan
     from sparseflash.distributed.planning import make_plan
     from sparseflash.distributed.report import Report
-    from sparseflash.distributed.transport import free_buffers, gather
+    from sparseflash.distributed.transport import gather
 
 __all__ = [
     "ContextPlan",
+    "Copies",
     "Report",
     "context_parallel_attention",
-    "free_buffers",
     "gather",
     "make_plan",
 ]
 
 _MODULES = {
     "ContextPlan": "plan",
+    "Copies": "copies",
     "Report": "report",
     "context_parallel_attention": "attention",
-    "free_buffers": "transport",
     "gather": "transport",
     "make_plan": "planning",
 }

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from masks import DynamicMask
 from sparseflash.arguments import check_sinks, checked_bias, checked_seed, checked_tensors
-from sparseflash.distributed.copies import TransportName
+from sparseflash.distributed.copies import Copies
 from sparseflash.distributed.heads import HeadSharing
 from sparseflash.distributed.part import Heads
 from sparseflash.distributed.passes import ContextParallelAttention
@@ -32,7 +32,7 @@ class _Keywords(CallKeywords, total=False):
     mask: DynamicMask | None
     key_lengths: Tensor | None
     score_tensors: Sequence[Tensor] | None
-    transport: TransportName
+    transport: Copies | None
     check: bool | None
 
 
@@ -70,7 +70,7 @@ def context_parallel_attention(
     score_tensors: Sequence[Tensor] | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
-    transport: TransportName = "auto",
+    transport: Copies | None = None,
     check: bool | None = None,
     **options: Unpack[OptionKeywords],
 ) -> Tensor | tuple[Tensor, ...]:
@@ -115,15 +115,9 @@ def context_parallel_attention(
         return_lse: Also return the LSE of the queries of this rank.
         return_max_logits: Also return, last, the maximum logits of the queries of this rank, over
             all keys of the sequence, without gradient, as in sparseflash.attention.
-        transport: How keys, values and their gradients are exchanged. "collectives": all-to-alls
-            of the process group. "copies": copies between the GPUs of one host, which run beside
-            kernels without delaying them. "auto": copies if all ranks are GPUs of one host that
-            can read the memory of each other, torch's symmetric memory has the backend "CUDA", and
-            no CUDA graph is captured; else collectives.
-            Copies need buffers, about twice what the rank that sends most sends at a time. They
-            stay allocated until the group is destroyed or all ranks call `free_buffers`, and the
-            statistics of torch.cuda do not count them. Each stream has its own, so all ranks must
-            divide calls among streams in the same way.
+        transport: How keys, values and their gradients are exchanged. By default by all-to-alls of
+            the process group. `Copies` are copies between the GPUs of one host, which run beside
+            kernels without delaying them: one object for all calls of the group.
         check: Whether all ranks first compare their plans and arguments. If they differ, or a rank
             has an invalid argument, all ranks raise an error. The check waits for the device. By
             default it is done in the first call with this plan, group, options and sizes. Then a
@@ -137,8 +131,7 @@ def context_parallel_attention(
 
     Raises:
         TypeError, ValueError: An argument is invalid; the message names it. Without the check, the
-            other ranks wait until the time-out of the group. `transport` is "copies" and the ranks
-            cannot copy.
+            other ranks wait until the time-out of the group.
         BackendError: No backend can compute the call.
         RuntimeError: Another rank died or did not answer within the time-out of the group.
 
@@ -199,10 +192,10 @@ def _attention(
         if like_this not in plan.cache if check is None else check:
             facts = prepared.facts(*tensors[:2])
             # The plan as it was given: bias, key_lengths and mask may choose another split.
-            of_plan = {"plan": f"{plan} of SHA-256 {plan.digest}"}
-            _check_agreement(group, heads_group, facts, None, of_plan)
+            of_ranks = {"plan": f"{plan} of SHA-256 {plan.digest}"}
+            of_ranks["transport"] = prepared.transport_name
+            _check_agreement(group, heads_group, facts, None, of_ranks)
             plan.cache[agreed] = plan.cache[like_this] = True
-    prepared.check_transport()
     inputs = (prepared.query, prepared.key, prepared.value, prepared.bias)
     read = () if prepared.score_tensors is None else prepared.score_tensors.tensors
     out, lse, *max_logits = cast(
@@ -219,17 +212,17 @@ def _check_agreement(
     heads_group: ProcessGroup | None,
     facts: Mapping[str, Any],
     problem: str | None,
-    of_plan: Mapping[str, Any] | None = None,
+    of_ranks: Mapping[str, Any] | None = None,
 ) -> None:
     """Raises ValueError on every rank if there is a disagreement.
 
     Along both dimensions of a mesh, so that every rank raises the error of any rank.
 
-    of_plan: what must be equal on the ranks of `group` alone, which have the same heads
+    of_ranks: what must be equal on the ranks of `group` alone, which have the same heads
     """
     if heads_group is not None:
         problem = disagreement(heads_group, dict(facts), problem)
-    check_agreement(group, {**(of_plan or {}), **facts}, problem)
+    check_agreement(group, {**(of_ranks or {}), **facts}, problem)
 
 
 def _with_shared_heads(

@@ -19,28 +19,22 @@ the same order, so that they choose the same buffer without communication.
 """
 
 import os
+import secrets
 import socket
 from abc import abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sparseflash.distributed.exchange import (
-    Collectives,
-    Exchange,
-    Splits,
-    Transport,
-    explain_errors,
-)
+from sparseflash.distributed.exchange import Exchange, Splits, Transport, explain_errors
+from sparseflash.distributed.transport import Group, group_or_world
 
-TransportName = Literal["auto", "collectives", "copies"]
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PROCESSES = Path("/proc/self/ns/pid")  # a link to the namespace of process ids
 # Symmetric memory of torch sends handles by sockets in the first of these folders that is set. The
@@ -270,26 +264,112 @@ class _Pushed(_Copied):
 
 
 class Copies(Transport):
-    """Copies between the ranks of a group, all of which are GPUs of one host."""
+    """Copies between the ranks of a group, all of which are GPUs of one host.
 
-    def __init__(self, group: ProcessGroup, device: torch.device):
-        self.group, self._device = group, device
+    Pass one object as `transport` to all calls of a group: of all layers, masks and plans. It has
+    buffers, about twice what the rank that sends most sends at a time, which the statistics of
+    torch.cuda do not count. Each stream has its own, so all ranks must divide calls among streams
+    in the same way. The buffers live as long as the object, which calls and their graphs refer to,
+    but plans do not. It cannot be used while a CUDA graph is captured.
+
+    All ranks of the group must make the object, which waits for the device.
+
+    Args:
+        group: The ranks, as a process group or a mesh of one dimension; by default all processes.
+            If heads are divided among ranks, the first dimension of that mesh: mesh.get_group(0).
+        device: Device of the tensors of this rank; by default the current GPU.
+
+    Raises:
+        TypeError: `group` has another type.
+        ValueError: The ranks cannot copy, and why; the same on every rank. Or there is no group.
+        RuntimeError: Another rank died or did not answer within the time-out of the group.
+    """
+
+    def __init__(self, group: Group = None, device: torch.device | str | None = None):
+        found = group_or_world(group)
+        if found is None:
+            raise ValueError(
+                "group must be a process group, got None: torch.distributed.init_process_group "
+                "has not been called"
+            )
+        self.group, self.device = found, _device(device)
+        if (problem := refusal(found, self.device)) is not None:
+            raise ValueError(f"transport must be None, because {problem}")
+        # By it ranks check that they pass the same object to a call.
+        self.number: str = _of_all_ranks(found, self.device, secrets.token_hex(4))[0]
+        self._of_streams: dict[int, SharedMemory] = {}
+
+    @staticmethod
+    def where_possible(
+        group: Group = None, device: torch.device | str | None = None
+    ) -> "Copies | None":
+        """Copies, or None if the ranks cannot copy; the same on every rank.
+
+        Without a transport calls exchange by all-to-alls, so both can be passed to them.
+
+        Args:
+            group: As in Copies; None is returned if torch.distributed is not initialised.
+            device: As in Copies.
+
+        Returns:
+            A new object, or None.
+
+        Raises:
+            TypeError: `group` has another type.
+            RuntimeError: Another rank died or did not answer within the time-out of the group.
+        """
+        found = group_or_world(group)
+        if found is None or refusal(found, _device(device)) is not None:
+            return None
+        return Copies(found, device)
 
     @property
     def memory(self) -> SharedMemory:
         """The buffers of the current stream, which the work of other streams does not touch."""
-        device, stream = self._device, 0
-        if device.type == "cuda":
+        stream = 0
+        if self.device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    'transport must be "collectives" if a backward pass is captured in a CUDA '
-                    "graph and its forward pass was not"
+                    "transport must be None if a backward pass is captured in a CUDA graph and "
+                    "its forward pass was not"
                 )
-            stream = torch.cuda.current_stream(device).cuda_stream
-        of_streams = _MEMORIES.setdefault(self.group, {})
-        if (device, stream) not in of_streams:
-            of_streams[device, stream] = SharedMemory(self.group, device)
-        return of_streams[device, stream]
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+        if stream not in self._of_streams:
+            self._of_streams[stream] = SharedMemory(self.group, self.device)
+        return self._of_streams[stream]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers of this rank."""
+        return sum(memory.nbytes for memory in self._of_streams.values())
+
+    def free(self) -> None:
+        """Frees the buffers; the next exchange allocates new ones.
+
+        All ranks of the group must call it, without a pass in progress. It waits for the device.
+        If an error ended a pass on all ranks, it also frees the buffers of that pass, which would
+        otherwise not be used again.
+
+        Raises:
+            RuntimeError: Another rank died or did not answer within the time-out of the group.
+        """
+        of_streams, self._of_streams = self._of_streams, {}
+        if not of_streams:  # on all ranks
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        with explain_errors("that they free their buffers"):
+            dist.barrier(self.group)  # no rank reads them any more
+
+    def check(self, group: ProcessGroup | None, device: torch.device) -> None:
+        """Raises ValueError if tensors on a device cannot be copied between these ranks."""
+        if group is not self.group:
+            raise ValueError("transport must be made for the group of the call, got another one")
+        if device != self.device:
+            raise ValueError(f"transport must be made for {device}, got one for {self.device}")
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Which buffer is free is decided when a graph is captured, not when it is replayed.
+            raise ValueError("transport must be None while a CUDA graph is captured")
 
     def pulled(self, splits: Splits, like: Tensor, elements: int, what: str) -> Exchange:
         return _Pulled(self, splits, like, elements, what)
@@ -297,59 +377,16 @@ class Copies(Transport):
     def pushed(self, splits: Splits, like: Tensor, elements: int, what: str) -> Exchange:
         return _Pushed(self, splits, like, elements, what)
 
-
-# The buffers of each group by device and stream, and why its ranks cannot copy, by device. Both
-# live as long as the group: to map memory takes longer than a call.
-_MEMORIES: WeakKeyDictionary[ProcessGroup, dict[tuple[torch.device, int], SharedMemory]]
-_MEMORIES = WeakKeyDictionary()
-_REFUSALS: WeakKeyDictionary[ProcessGroup, dict[torch.device, str | None]] = WeakKeyDictionary()
+    def __repr__(self) -> str:
+        return f"Copies({self.number}, ranks={self.group.size()}, device={self.device})"
 
 
-def transport_of(
-    name: TransportName, group: ProcessGroup | None, device: torch.device
-) -> Transport:
-    """The transport of a call; all ranks must ask for the same one.
-
-    Args:
-        name: "collectives", "copies", or "auto" for copies where they are possible.
-        group: The ranks.
-        device: The device of the tensors of this rank.
-
-    Raises:
-        ValueError: `name` is "copies", and the ranks cannot copy; the same on every rank.
-    """
-    if group is None or name == "collectives" or (name == "auto" and device.type != "cuda"):
-        return Collectives(group)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # Which buffer is free is decided when a graph is captured, and not when it is replayed.
-        problem: str | None = "a CUDA graph is being captured"
-    else:
-        of_devices = _REFUSALS.setdefault(group, {})
-        if device not in of_devices:
-            of_devices[device] = refusal(group, device)
-        problem = of_devices[device]
-    if problem is None:
-        return Copies(group, device)
-    if name == "copies":
-        raise ValueError(f'transport must be "auto" or "collectives", because {problem}')
-    return Collectives(group)
-
-
-def drop_buffers(group: ProcessGroup) -> None:
-    """Frees the buffers of a group; all ranks must call it. It waits for the device."""
-    of_streams = _MEMORIES.pop(group, {})
-    for memory in of_streams.values():
-        if memory.device.type == "cuda":
-            torch.cuda.synchronize(memory.device)
-    if of_streams:
-        with explain_errors("that they free their buffers"):
-            dist.barrier(group)  # no rank reads them any more
-
-
-def buffer_bytes(group: ProcessGroup | None) -> int:
-    """Bytes of the buffers of a group on this rank."""
-    of_streams = {} if group is None else _MEMORIES.get(group, {})
-    return sum(memory.nbytes for memory in of_streams.values())
+def _device(device: torch.device | str | None) -> torch.device:
+    """A device with its index; by default the current GPU."""
+    found = torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
+    )
+    return torch.device("cuda", _index(found)) if found.type == "cuda" else found
 
 
 class Location(NamedTuple):
@@ -420,7 +457,7 @@ def _unreachable(device: torch.device, locations: list[Location]) -> str | None:
 def _location(device: torch.device) -> Location | str:
     """Where this rank runs; or why its memory cannot be mapped by other processes."""
     if device.type != "cuda":
-        return f"the tensors are on {device}, not on a GPU"
+        return f"the device is {device}, not a GPU"
     if torch.version.hip is not None:
         return "the GPU is not from NVIDIA"
     if (backend := _backend(device)) not in ("CUDA", None):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from sparseflash import arguments
 from sparseflash.dispatch.call import Call, Plan, Positions, empty_max_logits
 from sparseflash.dispatch.plan import find_plan, fixed_block_sizes
 from sparseflash.dispatch.spec import CallFacts
-from sparseflash.distributed.copies import TransportName, transport_of
-from sparseflash.distributed.exchange import Transport
+from sparseflash.distributed.copies import Copies
+from sparseflash.distributed.exchange import Collectives, Transport
 from sparseflash.distributed.part import (
     Heads,
     HeavyKeys,
@@ -72,21 +72,13 @@ class Prepared:
     call_facts: CallFacts
     block_scores: Tensor | None
     score_tensors: ScoreTensors | None
-    transport_name: TransportName
+    copies: Copies | None
     heads: Heads
 
     @cached_property
     def transport(self) -> Transport:
         """How rows are moved between ranks."""
-        return transport_of(self.transport_name, self.group, self.query.device)
-
-    def check_transport(self) -> None:
-        """Raises ValueError if the ranks cannot exchange as the call asks; the same on all ranks.
-
-        All ranks must call it before any exchange, because it may ask all of them.
-        """
-        if self.part.steps:
-            _ = self.transport  # found once, for both passes
+        return Collectives(self.group) if self.copies is None else self.copies
 
     def without_tensors(self) -> "Prepared":
         """The same call for the backward pass, which gets query, key and value from autograd.
@@ -97,7 +89,7 @@ class Prepared:
         one = self.query.new_empty(())
         query, key, value = (one.expand(x.shape) for x in (self.query, self.key, self.value))
         found = replace(self, query=query, key=key, value=value)
-        names = ("own", "in_place", "transport")
+        names = ("own", "in_place")
         calls = {name: vars(self)[name] for name in names if name in vars(self)}
         vars(found).update(calls)  # they are cached properties, which depend on the strides too
         return found
@@ -117,7 +109,6 @@ class Prepared:
             "seed": self.seed,
             # A plan in place is another one for calls with these arguments.
             "split, which bias, key_lengths and mask choose,": self.plan.split,
-            "transport": self.transport_name,
             "return_max_logits": self.call_facts.max_logits,
             **sizes_of(query, key, self.value),
             "gradient of key": arguments.requires_gradient(self.key),
@@ -125,6 +116,11 @@ class Prepared:
             # That of shared rows is summed over all ranks.
             "gradient of query": len(self.plan.shared) > 0 and arguments.requires_gradient(query),
         }
+
+    @property
+    def transport_name(self) -> str:
+        """The transport as all ranks name it; it does not keep the buffers of copies."""
+        return "None" if self.copies is None else f"Copies({self.copies.number})"
 
     def forward(self, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         """out, lse and, if they are asked for, the maximum logits of query, key and value."""
@@ -386,7 +382,7 @@ def prepare(
     seed: int | None,
     score_tensors: Sequence[Tensor] | None,
     options: Mapping[str, Any],
-    transport: TransportName = "auto",
+    transport: Copies | None = None,
     max_logits: bool = False,
     heads: Heads = ALL_HEADS,
 ) -> Prepared:
@@ -396,15 +392,16 @@ def prepare(
         TypeError, ValueError: An argument is invalid.
         BackendError: No backend can compute the call.
     """
-    if transport not in get_args(TransportName):
-        allowed = " or ".join(f'"{name}"' for name in get_args(TransportName))
-        raise ValueError(f"transport must be {allowed}, got {transport!r}")
+    if not isinstance(transport, Copies | None):
+        raise TypeError(f"transport must be Copies or None, got {transport!r}")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if isinstance(tensor, Tensor) and not arguments.are_plain(tensor):
             kind = "negated view" if tensor.is_neg() else type(tensor).__name__
             raise TypeError(f"{name} must be an ordinary tensor, got a {kind}")
     query, key, value = arguments.checked_tensors(query, key, value, key_lengths)
     rank = 0 if group is None else group.rank()
+    if transport is not None:
+        transport.check(group, query.device)
     plan.check_length("query", query, rank, 2)
     plan.check_length("key", key, rank, 2)
     checked = AttentionOptions(**options)
@@ -442,7 +439,7 @@ def prepare(
         call_facts=facts._replace(positions=True, shares_device=plan.ranks > 1),
         block_scores=None if mask is None else arguments.checked_block_scores(mask),
         score_tensors=read,
-        transport_name=transport,
+        copies=transport,
         heads=heads,
     )
     if plan.split == "in place" and prepared.in_place is None:

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from sparseflash.distributed.copies import drop_buffers
 from sparseflash.distributed.exchange import explain_errors
 from sparseflash.distributed.plan import ContextPlan
 
@@ -25,9 +24,8 @@ def process_group_of(group: Group, ranks: int) -> ProcessGroup | None:
         TypeError: `group` has another type.
         ValueError: `group` does not have `ranks` ranks.
     """
-    found = _process_group(group)
-    if found is None and dist.is_initialized() and (ranks > 1 or dist.get_world_size() == 1):
-        found = dist.group.WORLD
+    alone = group is None and ranks == 1 and dist.is_initialized() and dist.get_world_size() > 1
+    found = None if alone else group_or_world(group)
     size = 1 if found is None else found.size()
     if size != ranks:
         message = f"group must have the {ranks} ranks of the plan, got {size}"
@@ -37,12 +35,17 @@ def process_group_of(group: Group, ranks: int) -> ProcessGroup | None:
     return found
 
 
-def _process_group(group: Group) -> ProcessGroup | None:
-    """The process group of a mesh of one dimension, or the group itself."""
+def group_or_world(group: Group) -> ProcessGroup | None:
+    """The process group, that of a mesh of one dimension, or by default that of all processes.
+
+    None if none is given and torch.distributed is not initialised.
+    """
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:  # of new_group
         raise ValueError("group must have this rank among its ranks")
     if not isinstance(group, Group):
         raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {group!r}")
+    if group is None:
+        return dist.group.WORLD if dist.is_initialized() else None
     if not isinstance(group, DeviceMesh):
         return group
     if group.ndim != 1:
@@ -124,25 +127,3 @@ def gather(shard: Tensor, plan: ContextPlan, dim: int, group: Group = None) -> T
         dist.all_gather(shards, padded, group=process_group)
     parts = [part[:n].movedim(0, dim) for part, n in zip(shards, lengths, strict=True)]
     return plan.unshard(parts, dim)
-
-
-def free_buffers(group: Group = None) -> None:
-    """Frees the buffers of exchanges by copies; the next exchange allocates new ones.
-
-    All ranks of the group must call it, without a pass in progress. It waits for the device. If an
-    error ended a pass on all ranks, it also frees the buffers of that pass, which would otherwise
-    not be used again.
-
-    Args:
-        group: The ranks, as a process group or a mesh of one dimension; by default all processes.
-            If heads are divided among ranks, the first dimension of that mesh: mesh.get_group(0).
-
-    Raises:
-        TypeError, ValueError: `group` has another type, or is a mesh of several dimensions.
-        RuntimeError: Another rank died or did not answer within the time-out of the group.
-    """
-    found = _process_group(group)
-    if found is None and dist.is_initialized():
-        found = dist.group.WORLD
-    if found is not None:
-        drop_buffers(found)

@@ -1,7 +1,7 @@
 """What each rank does in tests of attention over a sequence that GPUs share."""
 
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
@@ -12,14 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import masks
 import sparseflash
 from masks import BlockMask, MaskBatch
-from sparseflash.distributed import (
-    context_parallel_attention,
-    copies,
-    free_buffers,
-    gather,
-    make_plan,
-    part,
-)
+from sparseflash.distributed import Copies, context_parallel_attention, gather, make_plan, part
 from sparseflash.score import ScoreFunction
 
 HEADS, KV_HEADS, LENGTH, DIMS, BLOCK = 4, 2, 2000, 128, 128
@@ -69,7 +62,7 @@ def errors(
     k: int | None = None,
     length: int = LENGTH,
     batch: int = 2,
-    transport: Literal["auto", "collectives", "copies"] = "copies",
+    copies: bool = True,
 ) -> dict[str, float]:
     """The largest difference to one GPU of out and gradients, relative to the largest value.
 
@@ -81,7 +74,7 @@ def errors(
         k: Number of blocks that a DynamicMask selects for each block row; None for all.
         length: Number of tokens.
         batch: Number of batch elements.
-        transport: How the two GPUs exchange.
+        copies: Whether the two GPUs exchange by copies.
     """
     device = torch.device("cuda", rank)
     mask = masks_of(name, length, batch)
@@ -108,6 +101,7 @@ def errors(
     results = sparseflash.attention(*whole, used, return_lse=True, **extras)
     grads = torch.autograd.grad(results[0], whole, grad_out)
     expected = (*(x.detach() for x in results), *grads)
+    transport = Copies(device=device) if copies else None
     call = {"mask": selected, "transport": transport, "return_lse": True, **extras}
     results = context_parallel_attention(*own, plan, **call)
     grads = torch.autograd.grad(results[0], own, plan.shard(grad_out, rank, 2))
@@ -154,7 +148,8 @@ def errors_with_shared_heads(
     extras = {**extras, "return_lse": True, "return_max_logits": True}
     results = sparseflash.attention(*whole, mask_of("butterfly").to(device), **extras)
     grads = torch.autograd.grad(results[0], whole, grad_out)
-    own_results = context_parallel_attention(*own, plan, group=mesh, **extras)
+    transport = Copies(mesh.get_group(0), device)
+    own_results = context_parallel_attention(*own, plan, group=mesh, transport=transport, **extras)
     own_grads = torch.autograd.grad(own_results[0], own, mine(grad_out))
     names = ("out", "lse", "maximum logits", "query", "key", "value")
     pairs = zip((*own_results, *own_grads), (*results, *grads), strict=True)
@@ -175,7 +170,7 @@ def errors_of_a_replay(rank: int, warm: bool) -> dict[str, float]:
     expected = context_parallel_attention(*new.unbind(), plan, **extras)
     if not warm:  # tables of another plan, but not the positions that dropout needs
         plan = make_plan(mask_of("butterfly", WHOLE), dist.get_world_size(), "zigzag")
-        context_parallel_attention(*new.unbind(), plan, transport="collectives")
+        context_parallel_attention(*new.unbind(), plan)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         out = context_parallel_attention(*own.unbind(), plan, check=False, **extras)
@@ -192,22 +187,23 @@ def same_bits(rank: int, name: str, length: int) -> bool:
     plan = make_plan(mask_of(name, length), dist.get_world_size())
     generator = torch.Generator(device).manual_seed(0)
     whole = torch.randn(3, 1, KV_HEADS, length, DIMS, generator=generator, device=device)
-    results = []
+    results, copies = [], Copies(device=device)
     for _ in range(2):
         own = plan.shard(whole.bfloat16(), rank, 3).requires_grad_()
-        out = context_parallel_attention(*own.unbind(), plan)
+        out = context_parallel_attention(*own.unbind(), plan, transport=copies)
         out.float().square().sum().backward()
         results.append((out, own.grad))
     return all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
 def layers(rank: int) -> tuple[bool, bool]:
-    """(whether results by copies and by collectives are equal, whether buffers can be freed)
+    """(whether results by copies and by all-to-alls are equal, whether buffers can be freed)
 
     Each layer reads the result of the one before. Lengths change, so that buffers do.
     """
     device, results = torch.device("cuda", rank), []
-    for transport in ("copies", "collectives"):
+    copies = Copies()
+    for transport in (copies, None):
         found = []
         for length in (WHOLE, 2 * WHOLE, WHOLE):
             plan = make_plan(mask_of("butterfly", length), dist.get_world_size())
@@ -220,11 +216,10 @@ def layers(rank: int) -> tuple[bool, bool]:
             query.float().square().sum().backward()
             found += [query.detach(), own.grad]
         results.append(found)
-    group = dist.group.WORLD
-    held = copies.buffer_bytes(group)
-    free_buffers()
+    held = copies.nbytes
+    copies.free()
     equal = all(torch.equal(x, y) for x, y in zip(*results, strict=True))
-    return equal, held > 0 and copies.buffer_bytes(group) == 0
+    return equal, held > 0 and copies.nbytes == 0
 
 
 def refused_in_a_graph(rank: int) -> str:
@@ -232,6 +227,7 @@ def refused_in_a_graph(rank: int) -> str:
     plan = make_plan(mask_of("butterfly", WHOLE), dist.get_world_size())
     device, stream = torch.device("cuda", rank), torch.cuda.Stream()
     own = torch.zeros(3, 1, 2, len(plan.positions(rank)), DIMS, device=device).bfloat16()
+    copies = Copies.where_possible()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         context_parallel_attention(*own.unbind(), plan)  # the first call makes tables
@@ -239,7 +235,7 @@ def refused_in_a_graph(rank: int) -> str:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin()
         try:
-            context_parallel_attention(*own.unbind(), plan, transport="copies", check=False)
+            context_parallel_attention(*own.unbind(), plan, transport=copies, check=False)
         except ValueError as error:
             return str(error)
         finally:

@@ -2,7 +2,8 @@
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sparseflash.distributed import copies, prepare
-from sparseflash.distributed.copies import Copies, Launched, SharedMemory
-from sparseflash.distributed.exchange import Collectives, Transport
+from sparseflash.distributed import Copies, attention, copies
+from sparseflash.distributed.copies import Launched, SharedMemory
+from sparseflash.distributed.prepare import Prepared
 
 LATE = 0.01  # seconds by which the copies of every second rank begin later
 
@@ -48,24 +49,35 @@ class FileMemory(SharedMemory):
         return others
 
 
+@contextmanager
+def copies_of_files() -> Iterator[None]:
+    """A context in which ranks on CPUs can copy."""
+    with (
+        mock.patch.object(copies, "refusal", return_value=None),
+        mock.patch.object(copies, "SharedMemory", FileMemory),
+    ):
+        yield
+
+
 def with_copies(rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What function(rank, *arguments) returns if calls exchange by copies.
+    """What function(rank, *arguments) returns if its calls exchange by copies.
 
     Raises:
         AssertionError: Nothing was copied.
     """
-    made = []
+    of_groups: dict[ProcessGroup, Copies] = {}
+    prepare = attention.prepare
 
-    def transport_of(name: str, group: ProcessGroup | None, device: torch.device) -> Transport:
-        if group is None:
-            return Collectives(None)
-        made.append(group)
-        return Copies(group, device)
+    def prepare_copies(
+        query: Tensor, key: Tensor, value: Tensor, plan: Any, group: Any, **keywords: Any
+    ) -> Prepared:
+        if group is not None:
+            if group not in of_groups:
+                of_groups[group] = Copies(group, query.device)
+            keywords["transport"] = of_groups[group]
+        return prepare(query, key, value, plan, group, **keywords)
 
-    with (
-        mock.patch.object(prepare, "transport_of", transport_of),
-        mock.patch.object(copies, "SharedMemory", FileMemory),
-    ):
+    with copies_of_files(), mock.patch.object(attention, "prepare", prepare_copies):
         found = function(rank, *arguments)
-    assert made, "nothing was copied"
+    assert any(each.nbytes > 0 for each in of_groups.values()), "nothing was copied"
     return found

@@ -1,6 +1,5 @@
 """Exchanges by copies: with files in place of the memory of GPUs, against one process."""
 
-import gc
 import weakref
 from contextlib import nullcontext
 from unittest import mock
@@ -8,21 +7,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import masks
-from sparseflash.distributed import (
-    context_parallel_attention,
-    copies,
-    free_buffers,
-    make_plan,
-    prepare,
-)
-from sparseflash.distributed.copies import Copies, Location, SharedMemory, transport_of
-from sparseflash.distributed.exchange import Collectives, Splits
+from sparseflash.distributed import Copies, context_parallel_attention, copies, make_plan
+from sparseflash.distributed.copies import Location, SharedMemory
+from sparseflash.distributed.exchange import Splits
 from tests.helpers import context_gradients as gradients
 from tests.helpers import context_parallel as cases
-from tests.helpers.copied import FileMemory, with_copies
+from tests.helpers.copied import copies_of_files, with_copies
 from tests.helpers.ranks import Ranks
 
 EXACT = 1e-12
@@ -73,9 +67,8 @@ def exchanged(rank: int) -> list[int]:
     group = dist.group.WORLD
     assert group is not None
     size, found, like = group.size(), [], torch.empty(0, dtype=torch.float64)
-    free_buffers(group)  # of other tests
-    with mock.patch.object(copies, "SharedMemory", FileMemory):
-        transport = Copies(group, torch.device("cpu"))
+    with copies_of_files():
+        transport = Copies()
         # Rank a sends a + b rows to rank b, and none to itself.
         counts = [[(a + b) * (a != b) for b in range(size)] for a in range(size)]
         for number in range(6):
@@ -93,9 +86,9 @@ def exchanged(rank: int) -> list[int]:
             assert received[:, 0].tolist() == received[:, -1].tolist() == expected
             exchange.release()
             found.append(len(transport.memory._buffers))
-        assert copies.buffer_bytes(group) == transport.memory.nbytes > 0
-        free_buffers()
-        assert copies.buffer_bytes(group) == 0
+        assert transport.nbytes == transport.memory.nbytes > 0
+        transport.free()
+        assert transport.nbytes == 0
     return found
 
 
@@ -126,36 +119,71 @@ def test_sizes_of_buffers():
     assert sizes == [4096, 4096, 5120, 2**20, 2**20 + 2**16, 2**21]
 
 
-def test_transports_without_gpus():
-    cpu, group = torch.device("cpu"), mock.Mock(size=lambda: 2)
-    for name, each in (("auto", group), ("collectives", group), ("auto", None), ("copies", None)):
-        assert isinstance(transport_of(name, each, cpu), Collectives)
-
-
-def refused(rank: int) -> str:
-    plan = make_plan(masks.causal()(64, 16), 2)
-    tensors = torch.randn(3, 1, 2, len(plan.positions(rank)), 16).unbind()
+def refused(rank: int) -> tuple[str, bool]:
     with pytest.raises(ValueError, match="transport must be") as error:
-        context_parallel_attention(*tensors, plan, transport="copies")
-    return str(error.value)
+        Copies()
+    return str(error.value), Copies.where_possible() is None
 
 
-def test_copies_that_are_not_possible_are_refused_on_every_rank(tmp_path):
-    started = Ranks(2, tmp_path / "meeting")
-    expected = (
-        'transport must be "auto" or "collectives", because rank 0: the tensors are on cpu, not '
-        "on a GPU"
-    )
-    assert started.run(refused) == [expected] * 2
-    started.close()
+def test_copies_that_are_not_possible_are_refused_on_every_rank(ranks):
+    expected = "transport must be None, because rank 0: the device is cpu, not a GPU"
+    for answer in ranks.run(refused):
+        assert answer == (expected, True), answer
 
 
-def test_unknown_transports_are_refused():
-    plan = make_plan(masks.causal()(64, 16), 1)
-    tensors = torch.randn(3, 1, 2, 64, 16).unbind()
-    message = 'transport must be "auto" or "collectives" or "copies", got "nvlink"'
-    with pytest.raises(ValueError, match=message.replace('"nvlink"', "'nvlink'")):
-        context_parallel_attention(*tensors, plan, transport="nvlink")
+def test_one_process_has_no_copies():
+    assert Copies.where_possible() is None
+    with pytest.raises(ValueError, match=r"group must be a process group, got None: torch.dist"):
+        Copies()
+
+
+def refused_calls(rank: int) -> list[str]:
+    """The errors of calls with copies that are not those of the call, or not of all its ranks."""
+    plan = make_plan(masks.causal()(64, 16), dist.get_world_size())
+    own = torch.randn(3, 1, 2, len(plan.positions(rank)), 16).unbind()
+    every = [*range(dist.get_world_size())]
+    with copies_of_files():
+        one, two, other = Copies(), Copies(), Copies(dist.new_group(every))
+        errors = []
+        for transport in (other, (one, two)[rank % 2], (one, None)[rank % 2], "nvlink"):
+            try:
+                context_parallel_attention(*own, plan, transport=transport)
+            except (TypeError, ValueError) as error:
+                errors.append(str(error))
+    with mock.patch.object(one, "device", torch.device("meta")):
+        try:
+            context_parallel_attention(*own, plan, transport=one, check=True)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_copies_of_other_ranks_are_refused_on_every_rank(ranks):
+    for answer in ranks.run(refused_calls):
+        assert isinstance(answer, list), answer
+        another, differ, none, unknown, device = answer
+        assert "transport must be made for the group of the call, got another one" in another
+        assert "transport must be equal on all ranks, got Copies(" in differ
+        assert none.endswith("and None on rank 1")
+        assert "transport must be Copies or None, got 'nvlink'" in unknown
+        assert "transport must be made for cpu, got one for meta" in device
+
+
+def shared_heads(rank: int) -> list[int]:
+    """Buffers of ranks that divide heads: those of each head are of its own group."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    plan = make_plan(masks.causal()(64, 16), 2)
+    half = plan.shard(torch.ones(3, 1, 2, 64, 16), rank // 2, 3).tensor_split(2, 3)[rank % 2]
+    with copies_of_files():
+        transport = Copies(mesh.get_group(0))
+        for _ in range(2):
+            context_parallel_attention(*half, plan, group=mesh, transport=transport)
+    return [transport.nbytes]
+
+
+def test_ranks_that_divide_heads_copy_along_the_sequence(four_ranks):
+    for answer in four_ranks.run(shared_heads):
+        assert answer[0] > 0, answer
 
 
 HERE = (("a", "1"), ("pid:[1]", "/tmp"))  # a host and a container
@@ -243,34 +271,43 @@ def test_symmetric_memory_of_another_backend_is_refused(monkeypatch):
 
     monkeypatch.setattr(copies.dist, "all_gather_object", all_gather_object)
     group = mock.Mock(size=lambda: 2)
-    message = "because rank 0: symmetric memory of torch has the backend NVSHMEM, and copies need"
-    with pytest.raises(ValueError, match=message):
-        transport_of("copies", group, torch.device("cuda", 1))
-    assert isinstance(transport_of("auto", group, torch.device("cuda", 1)), Collectives)
+    problem = copies.refusal(group, torch.device("cuda", 1))
+    assert problem.startswith("rank 0: symmetric memory of torch has the backend NVSHMEM, and")
 
 
-def test_each_device_has_its_own_answer_and_buffers(monkeypatch):
-    monkeypatch.setattr(copies, "refusal", lambda _, device: f"not on {device}")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    group, found = mock.Mock(size=lambda: 2, rank=lambda: 0), []
-    for device in ("cpu", "cuda:0"):
-        with pytest.raises(ValueError, match=f"because not on {device}"):
-            transport_of("copies", group, torch.device(device))
-    for device in ("cpu", "meta"):
-        found.append(Copies(group, torch.device(device)).memory)
-    assert found[0] is not found[1]
+def copies_of(group: dist.ProcessGroup, device: torch.device) -> Copies:
+    """Copies of ranks that are not asked."""
+    with (
+        mock.patch.object(copies, "group_or_world", return_value=group),
+        mock.patch.object(copies, "refusal", return_value=None),
+        mock.patch.object(copies, "_of_all_ranks", return_value=["0"]),
+    ):
+        return Copies(group, device)
 
 
-def test_a_backward_pass_that_is_captured_alone_is_refused(monkeypatch):
+def test_a_captured_graph_has_no_copies(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    transport = Copies(mock.Mock(), torch.device("cuda", 0))
-    with pytest.raises(RuntimeError, match='transport must be "collectives" if a backward pass'):
+    group, device = mock.Mock(), torch.device("cuda", 0)
+    transport = copies_of(group, device)
+    with pytest.raises(RuntimeError, match="transport must be None if a backward pass is captur"):
         transport.pulled(Splits(0, [[0]]), torch.empty(0), 1, "rows")
+    with pytest.raises(ValueError, match="transport must be None while a CUDA graph is captured"):
+        transport.check(group, device)
+
+
+def test_each_stream_has_its_own_buffers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(copies, "SharedMemory", lambda *_: mock.Mock())
+    stream = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    transport, found = copies_of(mock.Mock(), torch.device("cuda", 0)), []
+    for stream.cuda_stream in (1, 2, 1):
+        found.append(transport.memory)
+    assert found[0] is found[2] is not found[1]
 
 
 def trained_after_inference(rank: int) -> list[bool]:
     plan = make_plan(masks.causal()(64, 16), dist.get_world_size())
-    free_buffers()  # of other tests
     results = []
     for _ in range(2):
         own = torch.ones(3, 1, 2, len(plan.positions(rank)), 16, requires_grad=True)
@@ -288,27 +325,24 @@ def test_buffers_of_inference_serve_training(ranks):
         assert answer == [True, True], answer
 
 
-def freed_with_the_group(rank: int) -> list[int]:
-    """The number of groups that have buffers: with one group more, and when it is destroyed."""
-    group = dist.new_group(list(range(dist.get_world_size())))
+def freed_with_the_copies(rank: int) -> list[bool]:
+    """Whether buffers are freed: with the copies in use, and when nothing refers to them."""
     plan = make_plan(masks.causal()(64, 16), dist.get_world_size())
-    own = torch.ones(3, 1, 2, len(plan.positions(rank)), 16)
-    before = len(copies._MEMORIES)
-    with (
-        mock.patch.object(prepare, "transport_of", lambda _, group, device: Copies(group, device)),
-        mock.patch.object(copies, "SharedMemory", FileMemory),
-    ):
-        context_parallel_attention(*own.unbind(), plan, group=group)
-    found = [len(copies._MEMORIES) - before]
-    dist.destroy_process_group(group)
-    del group
-    gc.collect()
-    return [*found, len(copies._MEMORIES) - before]
+    own = torch.ones(3, 1, 2, len(plan.positions(rank)), 16, requires_grad=True)
+    with copies_of_files():
+        transport = Copies()
+        out = context_parallel_attention(*own.unbind(), plan, transport=transport)
+        memory = weakref.ref(transport.memory)
+        del transport
+        found = [memory() is None]  # the backward pass needs them
+        out.sum().backward()
+        del out
+    return [*found, memory() is None]
 
 
-def test_a_plan_does_not_keep_the_buffers_of_a_group(ranks):
-    for answer in ranks.run(freed_with_the_group):
-        assert answer == [1, 0], answer
+def test_a_plan_does_not_keep_the_buffers_of_copies(ranks):
+    for answer in ranks.run(freed_with_the_copies):
+        assert answer == [False, True], answer
 
 
 def test_a_replaced_buffer_is_freed_before_its_successor_is_allocated():

@@ -71,22 +71,21 @@ def test_masks_with_shared_rows_or_little_exchange(two_gpus, mask):
 
 
 @pytest.mark.parametrize("split", ["in place", "keys", "rows"])
-@pytest.mark.parametrize("transport", ["auto", "collectives"])
-def test_transports(two_gpus, split, transport):
+def test_all_to_alls(two_gpus, split):
     """All other tests exchange by copies."""
-    options, sizes = {"split": split}, (cases.WHOLE, 2, transport)
+    options, sizes = {"split": split}, (cases.WHOLE, 2, False)
     check(two_gpus.run(cases.errors, "butterfly", options, {}, None, *sizes))
 
 
 def test_buffers_are_used_again_and_freed(two_gpus):
-    """Both passes of layers of several lengths give what collectives give, bit by bit."""
+    """Both passes of layers of several lengths give what all-to-alls give, bit by bit."""
     for equal, freed in two_gpus.run(cases.layers):
         assert equal
         assert freed
 
 
 def test_no_copies_in_a_cuda_graph(two_gpus):
-    message = 'transport must be "auto" or "collectives", because a CUDA graph is being captured'
+    message = "transport must be None while a CUDA graph is captured"
     assert two_gpus.run(cases.refused_in_a_graph) == [message] * 2
 
 
