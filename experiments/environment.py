@@ -2,9 +2,12 @@
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
@@ -24,12 +27,25 @@ def environment(device: torch.device) -> dict:
     """The environment of a measurement, as values of JSON."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "command": shlex.join([Path(sys.executable).name, *without_folders(sys.orig_argv[1:])]),
         "git": git_state(),
         "device": device_name(device),
         "hardware": _hardware(device),
         "versions": _versions(),
     }
+
+
+def without_folders(arguments: Iterable[str]) -> list[str]:
+    """Arguments with paths that say nothing of the machine.
+
+    A path in the working directory, the repository or the folder of temporary files is relative to
+    it, so that the command can be read and repeated elsewhere.
+    """
+    folders = {str(folder) for folder in (Path.cwd(), ROOT, tempfile.gettempdir())} - {"/"}
+    longest_first = sorted(map(re.escape, folders), key=len, reverse=True)
+    # A path begins an argument, or follows a sign such as the = of an option.
+    inside = re.compile(rf"(?<![\w./-])({'|'.join(longest_first)})(/+|(?![^:,;]))")
+    return [inside.sub(lambda found: "" if found[2] else ".", each) for each in arguments]
 
 
 def device_name(device: torch.device) -> str:
