@@ -1,6 +1,6 @@
 """Figures 1 (right) and 3 on docs/paper.md: parts of standard attention, time over lengths."""
 
-from published import BOTH, FLASH, PLAIN, SPARSE, published_line
+from published import BOTH, DROPOUT, FLASH, PADDING, PLAIN, SPARSE, published_line
 from records import NAMES, NOTHING, latest, measured, milliseconds, paragraphs, picture, ratio
 
 from experiments.markdown import table
@@ -18,8 +18,8 @@ from experiments.record import (
 KINDS = {  # records of Figure 3: their titles, and the times of the paper
     "bench-landscape": ("Without dropout and padding", PLAIN),
     "bench-landscape-packages": ("Packages, without dropout and padding", PLAIN),
-    "bench-landscape-dropout": ("With dropout 0.1", None),
-    "bench-landscape-padding": ("With padded keys", None),
+    "bench-landscape-dropout": ("With dropout 0.1", DROPOUT),
+    "bench-landscape-padding": ("With padded keys", PADDING),
     "bench-landscape-dropout-padding": ("With dropout 0.1 and padded keys", BOTH),
     "bench-landscape-packages-dropout-padding": (
         "Packages, with dropout 0.1 and padded keys",
@@ -134,7 +134,7 @@ def called(implementation: str, family: str) -> str:
     return name if family == "full" else f"{name}, `{family}`"
 
 
-def crossings(found: dict[tuple[str, str], Line], published: dict | None) -> str:
+def crossings(found: dict[tuple[str, str], Line], published: dict) -> str:
     """The lengths from which our kernels, and those of the paper, are faster than the others."""
     ours = [label for label in found if is_ours(label[0])]
     dense = next((label for label in ours if label[1] == "full"), None)
@@ -143,21 +143,16 @@ def crossings(found: dict[tuple[str, str], Line], published: dict | None) -> str
     for label, line in found.items():
         if label in ours:
             continue
-        other = (published or {}).get(PAIRED.get(label[0], ""))
+        other = published.get(PAIRED.get(label[0], ""))
         row = [called(*label)]
         for own, paper in ((dense, FLASH), (sparse, SPARSE)):
             row.append(who(found[own], line) if own else NOTHING)
-            if published:
-                theirs = published_line(published[paper])
-                row.append(who(theirs, published_line(other)) if other else NOTHING)
+            theirs = published_line(published[paper])
+            row.append(who(theirs, published_line(other)) if other else NOTHING)
         rows.append(row)
     head = ["compared with"]
-    kernels = (
-        (called(*dense) if dense else "", FLASH),
-        (called(*sparse) if sparse else "", SPARSE),
-    )
-    for name, paper in kernels:
-        head += [name, *([f"{paper} (paper)"] if published else [])]
+    for own, paper in ((dense, FLASH), (sparse, SPARSE)):
+        head += [called(*own) if own else "", f"{paper} (paper)"]
     return table(head, rows) if rows else ""
 
 

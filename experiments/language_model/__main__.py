@@ -192,12 +192,14 @@ def sample(
 def record(
     name: Annotated[str, typer.Argument(help="Name of the record.")],
     runs: Annotated[
-        list[Path], typer.Argument(exists=True, file_okay=False, help="Folders of runs.")
+        list[Path],
+        typer.Argument(exists=True, help="Folders of runs, and records, whose runs are added."),
     ],
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
-    """Gather runs into a record with a picture, and compare them with the first run."""
+    """Gather runs into a record with a picture, and compare them with the first run. Runs that
+    differ in the seed alone are compared by their mean."""
     import json
 
     from experiments.language_model.results import gather, table_of

@@ -212,67 +212,125 @@ def test_training_steps_of_each_device_and_differences_of_exact_attentions(paper
     ]
 
 
+def write_model(folder, gpu="NVIDIA H200", *rest, **facts):
+    """A run of a language model on a GPU; the other arguments are those of `write_run`."""
+    return write_run(folder, *rest, environment=FACTS | {"device": gpu}, **facts)
+
+
+def write_models(folder, name, gpu, runs):
+    """A record of language models of a GPU; returns its path."""
+    path = folder / f"language-model-{name}-nvidia-{gpu.rpartition(' ')[2].lower()}.json"
+    write_json(path, record_of(name, runs))
+    return path
+
+
 def test_table_4(paper, tmp_path):
-    folders = []
-    for name, attention, bits, speed in (
-        ("dense", "flash", 2.0, 1e6),
-        ("sparse", "local(8)", 2.02, 3e6),
-    ):
-        folder = write_run(tmp_path / name, bits, speed)
-        run = json.loads((folder / "result.json").read_text())
-        run["model"]["attention"] = [attention]
-        run["environment"] = FACTS | {"device": "NVIDIA H200"}
-        write_json(folder / "result.json", run)
-        folders.append(folder)
-    name = "language-model-25m-contexts"
-    write_json(tmp_path / f"{name}-nvidia-h200.json", record_of("25m-contexts", folders))
+    runs = [
+        write_model(tmp_path / "dense", "NVIDIA H200", 2.0, 1e6),
+        write_model(tmp_path / "sparse", "NVIDIA H200", 2.02, 3e6, attention="local(8)"),
+    ]
+    path = write_models(tmp_path, "25m-contexts", "NVIDIA H200", runs)
     shown = paper.TABLES["language-models"]()
-    assert f"`experiments/results/{name}-nvidia-h200.json`" in shown
-    found = ["2.0200", "2.0200", "+1.00 %", "3,000,000", "3.00"]
+    assert f"`experiments/results/{path.name}`" in shown
+    title = "**A token is a byte, without warm-up: 0M parameters, 0 MB of training data**"
+    assert shown.startswith(title)
+    found = ["2.0200", "2.020", "2.020", "+1.00 %", "+1.00 %", "3,000,000", "3.00"]
     equal_bytes, _, equal_times = shown.partition(
         "**Bits per byte after equal times of training**"
     )
-    assert row(equal_bytes, "sparse")[4:] == found
+    assert row(equal_bytes, "sparse") == ["1,024 bytes", "`local(8)`", *found]
     assert row(equal_times, "sparse")[-1] == "–"
     assert row(paper.overview(), "Table 4")[-1] == "1 of 3"
-    told = "sparse +1.0 % bits per byte and 3.00 times the throughput"
-    assert f"Against dense attention with the same context: {told}." in shown
-    assert "Bits per byte against" not in shown
+    assert "bits per byte than dense" not in shown
 
 
 def test_runs_of_table_4_on_two_gpus_are_compared_by_bits_per_byte_alone(paper, tmp_path):
-    name, trained = "language-model-25m-contexts", {}
+    paths, trained = {}, {}
     for gpu, label, attention, bits, speed in (
         ("H200", "dense", "flash", 2.0, 1e6),
         ("H200", "narrow", "local(4)", 2.2, 4e6),
         ("H100", "sparse", "local(8)", 2.1, 3e6),
     ):
-        folder = write_run(tmp_path / gpu / label, bits, speed)
-        run = json.loads((folder / "result.json").read_text())
-        run["model"]["attention"] = [attention]
-        write_json(folder / "result.json", run | {"environment": FACTS | {"device": gpu}})
-        trained.setdefault(gpu, []).append(folder)
-    paths = {gpu: tmp_path / f"{name}-nvidia-{gpu.lower()}.json" for gpu in trained}
-    for gpu, path in paths.items():
-        write_json(path, record_of("25m-contexts", trained[gpu]))
+        run = write_model(tmp_path / gpu / label, gpu, bits, speed, attention=attention)
+        trained.setdefault(gpu, []).append(run)
+    for gpu, runs in trained.items():
+        paths[gpu] = write_models(tmp_path, "25m-contexts", gpu, runs)
     shown = paper.TABLES["language-models"]()
     first, *equal_times = shown.split("**Bits per byte after equal times of training, ")
-    assert row(first, "sparse")[5:] == ["2.1000", "+5.00 %", "H100", "3,000,000", "–"]
-    assert row(first, "narrow")[5:] == ["2.2000", "+10.00 %", "H200", "4,000,000", "4.00"]
-    told = (
-        "narrow +10.0 % bits per byte and 4.00 times the throughput; sparse +5.0 % bits per byte."
-    )
-    assert told in first
+    assert row(first, "sparse")[6:] == ["+5.00 %", "–", "–", "3,000,000", "–"]
+    assert row(first, "narrow")[6:] == ["+10.00 %", "4,000,000", "4.00", "–", "–"]
+    assert "| bytes/s, H200 | speed-up over dense, H200 | bytes/s, H100 |" in first
     assert [text.partition("**")[0] for text in equal_times] == ["H200"]  # H100 has one run
     assert "| sparse |" not in equal_times[0]
     for path in paths.values():
         assert f"`experiments/results/{path.name}`" in shown
-    # A run that was cut off has read fewer bytes.
+    # A run of fewer steps reads fewer bytes.
     record = json.loads(paths["H100"].read_text())
-    record["runs"]["sparse"]["trained"] -= 10
+    record["runs"]["sparse"]["steps"] -= 10
     write_json(paths["H100"], record)
     with pytest.raises(ValueError, match="must have one training data in 25m-contexts"):
         paper.TABLES["language-models"]()
+
+
+def test_seeds_of_table_4_are_a_row_and_are_compared_with_all_dense_runs(paper, tmp_path):
+    """Whatever GPU each was trained on."""
+    one = [
+        write_model(tmp_path / "1/mid", "NVIDIA H200", 2.0, 3e6, attention="local(8)"),
+        write_model(tmp_path / "1/dense", "NVIDIA H200", 1.9, 1e6),
+    ]
+    two = [
+        write_model(tmp_path / "2/dense", "NVIDIA H100", 2.1, 2e6),
+        write_model(
+            tmp_path / "2/mid-seed-1", "NVIDIA H100", 2.2, 5e6, "a", 1024, "local(8)", seed=1
+        ),
+    ]
+    write_models(tmp_path, "25m-warm-up", "NVIDIA H200", one)
+    write_models(tmp_path, "25m-warm-up", "NVIDIA H100", two)
+    shown = paper.TABLES["language-models"]()
+    first, *equal_times = shown.split("**Bits per byte after equal times of training, ")
+    names = [line.split(" | ")[0] for line in first.splitlines() if line.startswith("| ")][2:]
+    assert names == ["| dense", "| mid"]  # dense ones come first
+    assert row(first, "mid")[2:5] == ["2", "2.1000 (2.0000 to 2.2000)", "2.100"]
+    assert row(first, "mid")[6:] == [
+        "+5.00 %",
+        "+5.00 %",
+        "3,000,000",
+        "3.00",
+        "5,000,000",
+        "2.50",
+    ]
+    assert row(first, "dense")[3] == "2.0000 (1.9000 to 2.1000)"
+    assert [row(text, "mid")[-1] for text in equal_times] == ["–", "–"]
+
+
+def test_a_run_of_table_4_that_has_not_ended_is_not_compared_by_its_loss(paper, tmp_path):
+    cut = {"attention": "local(8)", "trained": 10, "ended": False, "context": 4096}
+    runs = [
+        write_model(tmp_path / "dense-1k", "NVIDIA H200", 2.0, 1e6),
+        write_model(tmp_path / "dense-4k", "NVIDIA H200", 1.9, 1e6, context=4096),
+        write_model(tmp_path / "wide-4k", "NVIDIA H200", 3.0, 3e6, **cut),
+        write_model(tmp_path / "new-4k", "NVIDIA H200", 3.0, 0.0, **cut | {"trained": 2}),
+    ]
+    write_models(tmp_path, "25m-warm-up", "NVIDIA H200", runs)
+    shown = paper.TABLES["language-models"]()
+    first, *equal_times = shown.split("**Bits per byte after equal times of training")
+    assert row(first, "wide-4k (step 10 of 20)")[-4:] == ["–", "–", "3,000,000", "3.00"]
+    assert row(first, "new-4k (step 2 of 20)")[-4:] == ["–"] * 4
+    assert "Fewer bits per byte than dense-1k after as much training: dense-4k." in first
+    assert "| wide-4k" not in equal_times[0]
+    assert "| dense-4k |" in equal_times[0]
+
+
+def test_a_context_of_tokens_is_also_told_in_bytes(paper, tmp_path):
+    facts = {"step_bytes": 4 * 4096.0, "short_steps": 5, "short_context": 512}
+    facts |= {"short_bytes_per_second": 1e6}
+    runs = [write_model(tmp_path / "dense-1k", "NVIDIA H200", 1.25, 1e6, **facts)]
+    write_models(tmp_path, "25m-warm-up-tokens", "NVIDIA H200", runs)
+    shown = paper.TABLES["language-models"]()
+    assert "**A token is one of byte-level BPE, with warm-up: 0M parameters, 0 MB of" in shown
+    told = "4.00 bytes in a token, the first 5 of 20 steps at 512 tokens**"
+    assert told in shown
+    assert row(shown, "dense-1k")[0] == "1,024 tokens, some 4 KB"
 
 
 def test_the_readme_has_the_fastest_pattern_with_about_the_loss_of_dense_attention(
@@ -280,21 +338,28 @@ def test_the_readme_has_the_fastest_pattern_with_about_the_loss_of_dense_attenti
 ):
     briefly = sys.modules["language_models"].briefly
     assert briefly() == "not run"
-    folder = write_run(tmp_path / "run")
-    base = json.loads((folder / "result.json").read_text())
-    runs = {}
-    for name, attention, bits, speed in (
-        ("dense", "flash", 2.0, 100.0),
-        ("good", "local(8)", 2.01, 250.0),
-        ("faster", "local(4)", 2.03, 400.0),
-    ):
-        model = base["model"] | {"attention": [attention], "context": 16384}
-        facts = {"model": model, "bits_per_byte": bits, "bytes_per_second": speed}
-        runs[name] = base | facts | {"environment": FACTS | {"device": "NVIDIA H200"}}
-    record = {"name": "25m-warm-up", "device": "NVIDIA H200", "data": {}, "runs": runs}
-    write_json(tmp_path / "language-model-25m-warm-up-nvidia-h200.json", record)
+    runs = [
+        write_model(tmp_path / name, "NVIDIA H200", bits, speed, "a", 16384, attention)
+        for name, attention, bits, speed in (
+            ("dense", "flash", 2.0, 100.0),
+            ("good", "local(8)", 2.01, 250.0),
+            ("faster", "local(4)", 2.03, 400.0),
+        )
+    ]
+    write_models(tmp_path, "25m-warm-up", "NVIDIA H200", runs)
     assert briefly().startswith("2.50 times as fast with a block-sparse pattern")
-    assert "to 0.5 % more bits per byte" in briefly()
+    assert briefly().endswith("to 0.5 % more bits per byte (one run of each)")
+    # Another seed counts as much; a run that has not ended counts for nothing.
+    seed = write_model(
+        tmp_path / "good-1", "NVIDIA H200", 1.97, 270.0, "a", 16384, "local(8)", seed=1
+    )
+    cut = {"seed": 2, "trained": 10, "ended": False}
+    unended = write_model(
+        tmp_path / "cut", "NVIDIA H200", 1.0, 900.0, "a", 16384, "local(2)", **cut
+    )
+    write_models(tmp_path, "25m-warm-up", "NVIDIA H200", [*runs, seed, unended])
+    assert briefly().startswith("2.60 times as fast with a block-sparse pattern")
+    assert briefly().endswith("0.5 % fewer bits per byte (2 block-sparse runs, 1 dense run)")
 
 
 def test_table_4_counts_equal_heads(paper):
@@ -307,60 +372,66 @@ def test_table_4_says_which_runs_of_its_script_are_not_trained(paper, tmp_path):
     not_trained = sys.modules["language_models"].not_trained
     shown = not_trained("language-model-25m-warm-up", {"dense-1k": {}, "heads-16k": {}})
     lacking = (
-        "dense-4k, dense-16k, wide-16k, mid-16k, narrow-16k, hybrid-16k, narrow-64k, dense-64k"
+        "dense-4k, dense-16k, wide-16k, mid-16k, mid-16k-seed-1, narrow-16k, hybrid-16k, "
+        "narrow-64k, dense-64k"
     )
     assert shown == f"*Not trained yet: {lacking}.*"
     every = dict.fromkeys([*lacking.split(", "), "dense-1k", "heads-16k"])
     assert not_trained("language-model-25m-warm-up-tokens", every) == ""
     assert not_trained("language-model-25m-contexts", {}) == ""
-    folder = write_run(tmp_path / "dense-1k")
-    run = json.loads((folder / "result.json").read_text())
-    run["model"]["attention"] = ["flash"]
-    write_json(folder / "result.json", run | {"environment": FACTS | {"device": "NVIDIA H200"}})
-    path = tmp_path / "language-model-25m-warm-up-nvidia-h200.json"
-    write_json(path, record_of("25m-warm-up", [folder]))
+    folder = write_model(tmp_path / "dense-1k")
+    write_models(tmp_path, "25m-warm-up", "NVIDIA H200", [folder])
     assert "*Not trained yet: dense-4k, dense-16k, wide" in paper.TABLES["language-models"]()
 
 
 def test_runs_of_table_4_are_compared_after_equal_times(paper, tmp_path):
     runs = {
-        name: json.loads((write_run(tmp_path / name, bits, speed) / "result.json").read_text())
-        for name, bits, speed in (("dense", 2.0, 1024e3), ("sparse", 2.1, 1536e3))
+        name: json.loads(
+            (
+                write_run(tmp_path / name, bits, speed, attention=attention) / "result.json"
+            ).read_text()
+        )
+        for name, bits, speed, attention in (
+            ("dense", 2.0, 1024e3, "flash"),
+            ("sparse", 2.1, 1536e3, "local(8)"),
+        )
     }
+    at_equal_time = sys.modules["language_models"].at_equal_time
+
+    def shown() -> str:
+        return at_equal_time({name: [run] for name, run in runs.items()})
+
     # Validations of dense are after 40 and 80 ms, those of sparse after 27 and 53 ms.
-    shown = sys.modules["language_models"].at_equal_time(runs)
-    assert "| run | 0.0133 s | 0.0267 s | 0.0533 s | against dense |" in shown
-    assert row(shown, "dense") == ["–", "–", f"{3 - 1 / 3:.4f}", "+0.0 %"]
-    assert row(shown, "sparse") == [
-        "–",
-        "3.0000",
-        "2.1000",
-        f"{100 * (2.1 / (3 - 1 / 3) - 1):+.1f} %",
-    ]
-    assert sys.modules["language_models"].at_equal_time({"dense": runs["dense"]}) == ""
+    assert "| run | 0.0133 s | 0.0267 s | 0.0533 s | against dense |" in shown()
+    assert row(shown(), "dense") == ["–", "–", f"{3 - 1 / 3:.4f}", "+0.0 %"]
+    change = f"{100 * (2.1 / (3 - 1 / 3) - 1):+.1f} %"
+    assert row(shown(), "sparse") == ["–", "3.0000", "2.1000", change]
+    assert at_equal_time({"dense": [runs["dense"]]}) == ""
     runs["sparse"]["bytes_per_second"] = 0.0
-    assert sys.modules["language_models"].at_equal_time(runs) == ""
+    assert shown() == ""
     runs["sparse"]["bytes_per_second"] = 3 * 1024e3  # ends before the first validation of dense
-    assert row(sys.modules["language_models"].at_equal_time(runs), "sparse") == [
-        "–",
-        "3.0000",
-        "2.1000",
-        "–",
+    assert row(shown(), "sparse") == ["–", "3.0000", "2.1000", "–"]
+
+
+@pytest.mark.parametrize(("bits", "told"), [(2.1, "No fewer"), (1.9, "Fewer")])
+def test_a_longer_context_is_compared_where_both_have_as_many_bytes(paper, tmp_path, bits, told):
+    long = write_model(tmp_path / "dense-4k", "NVIDIA H200", bits, context=4096)
+    run = json.loads((long / "result.json").read_text())
+    run["positions"].insert(3, 1024)
+    run["curve"][-1]["by_position"].append(bits - 0.3)
+    write_json(long / "result.json", run)
+    runs = [long, write_model(tmp_path / "dense-1k")]
+    write_models(tmp_path, "25m-contexts", "NVIDIA H200", runs)
+    shown = paper.TABLES["language-models"]()
+    assert f"{told} bits per byte than dense-1k after as much training: dense-4k." in shown
+    cells = row(shown.partition("**Bits per byte after")[0], "dense-4k")
+    assert cells[2:6] == [
+        f"{bits:.4f}",
+        f"{bits:.3f}",
+        f"{bits - 0.3:.3f}",
+        f"{100 * (bits / 2 - 1):+.2f} %",
     ]
-
-
-@pytest.mark.parametrize(("bits", "pays"), [(2.1, False), (1.9, True)])
-def test_a_longer_context_is_compared_where_both_have_as_many_bytes(paper, tmp_path, bits, pays):
-    short = json.loads((write_run(tmp_path / "a") / "result.json").read_text())
-    long = json.loads((write_run(tmp_path / "b", bits, context=4096) / "result.json").read_text())
-    long["positions"].insert(3, 1024)
-    long["curve"][-1]["by_position"].append(bits - 0.3)
-    shown = sys.modules["language_models"].contexts({"dense-1k": short, "dense-4k": long})
-    assert f"Bits per byte against dense-1k: dense-4k {100 * (bits / 2 - 1):+.1f} %." in shown
-    assert ("None of these longer contexts is better" in shown) == (not pays)
-    assert ("Each of these longer contexts is better" in shown) == pays
-    assert "at positions 512 to 1,024" in shown
-    assert f"dense-1k 2.000, dense-4k {bits:.3f}." in shown
+    assert "| positions 512 to 1,024 |" in shown
 
 
 def test_table_5(paper, tmp_path):

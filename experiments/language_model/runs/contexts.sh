@@ -35,6 +35,7 @@ run dense-16k 25m-16k
 # 1/3.6, 1/5.8 and 1/8 of the blocks of the causal mask at 16K tokens.
 run wide-16k 25m-16k --attention "local(2048) | butterfly() | global_tokens(128)"
 run mid-16k 25m-16k --attention "local(1024) | butterfly() | global_tokens(128)"
+run mid-16k-seed-1 25m-16k --attention "local(1024) | butterfly() | global_tokens(128)" --seed 1
 run narrow-16k 25m-16k --attention "local(512) | butterfly() | global_tokens(128)"
 # In every second layer one of eight heads attends all tokens before, the others a window: 1/8 of the blocks.
 window="local(256) | global_tokens(128)"
@@ -43,6 +44,6 @@ run hybrid-16k 25m-16k --attention "full(); $window; $window; $window; $window; 
 run heads-16k 25m-16k --attention "local(1024); butterfly() | global_tokens(128)"
 run narrow-64k 25m-64k --attention "local(512) | butterfly() | global_tokens(128)"
 run dense-64k 25m-64k
-folders=(dense-1k dense-4k dense-16k wide-16k mid-16k narrow-16k hybrid-16k heads-16k narrow-64k dense-64k)
+folders=(dense-1k dense-4k dense-16k wide-16k mid-16k mid-16k-seed-1 narrow-16k hybrid-16k heads-16k narrow-64k dense-64k)
 python -m experiments.language_model record "$record" "${folders[@]/#/$runs/}"
 echo "all runs have ended"
