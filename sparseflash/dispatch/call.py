@@ -191,7 +191,7 @@ class Positions:
     heads: int = 1
     first_head: int = 0
     _with_heads: dict[tuple[int, int], "Positions"] = field(default_factory=dict, repr=False)
-    _of_blocks: list[Tensor] = field(default_factory=list, repr=False)  # at most one
+    _of_blocks: Tensor | None = field(default=None, repr=False)
 
     def with_heads(self, heads: int, first_head: int) -> "Positions":
         """The same positions for a call with other heads; the same object for equal ones."""
@@ -204,14 +204,14 @@ class Positions:
         """seq_len, heads, first_head, positions of queries, positions of keys: int32
         (3 + nq + nk,), for kernels.
         """
-        if self._of_blocks:
-            return self._of_blocks[0]
+        if self._of_blocks is not None:
+            return self._of_blocks
         numbers = (self.seq_len, self.heads, self.first_head)
         first = [self.query.new_full((1,), number) for number in numbers]  # graphs may capture it
         made = torch.cat([*first, self.query, self.key]).int()
         # The memory of a tensor that is made in a CUDA graph has its values only after a replay.
         if not (self.query.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._of_blocks.append(made)
+            object.__setattr__(self, "_of_blocks", made)
         return made
 
     def to(self, device: torch.device) -> "Positions":
