@@ -157,9 +157,9 @@ def attention(
             lengths = lengths_in_range(key_lengths, key.shape[2], key.device)
     bias = checked_bias(bias, query, query.shape[2], key.shape[2])
     check_sinks(sinks, query)
-    counted_keys = key.shape[2] if key_lengths is None else 0
     score_inputs = checked_score_tensors(
-        resolved.score, score_tensors, query, (query.shape[2], counted_keys)
+        *(resolved.score, score_tensors, query, (query.shape[2], key.shape[2])),
+        padded=key_lengths is not None,
     )
     seed_tensor = checked_seed(seed, resolved.dropout_p)
     if plan is not None:

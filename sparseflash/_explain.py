@@ -186,9 +186,8 @@ def explain(
     compiled = compiled_mask(mask, query, key)
     facts = CallFacts.of(mask, key_lengths is not None, bias, return_max_logits, score_tensors)
     spec = AttentionSpec.from_call(query, key, value, compiled, AttentionOptions(**options), facts)
-    checked_score_tensors(
-        spec.score, score_tensors, query, (spec.q_len, 0 if spec.has_key_lengths else spec.k_len)
-    )
+    lengths = spec.q_len, spec.k_len
+    checked_score_tensors(spec.score, score_tensors, query, lengths, spec.has_key_lengths)
     checked_seed(seed, dropout_p=0.0)  # with dropout it would draw a seed; only a call may do that
     try:
         chosen, of_sums = select_passes(spec, compiled)

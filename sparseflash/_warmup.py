@@ -96,7 +96,7 @@ def warmup(
         plan = find_plan(query, key, value, mask, options, facts)
         call = Call(plan)
         call.score_tensors = checked_score_tensors(
-            plan.spec.score, score_tensors, query, (q_len, 0 if key_lengths else k_len)
+            plan.spec.score, score_tensors, query, lengths, key_lengths
         )
         if max_logits:
             call.max_logits = empty_max_logits(query)

@@ -35,7 +35,6 @@ class ScoreFunction:
         tensors: (float or int, number of dims) of each score tensor; see from_torch.
         of_batch: Whether f depends on the batch element. from_torch determines it.
         of_query: Whether f depends on the position of the query. from_torch determines it.
-        of_head: Whether f depends on the head. from_torch determines it.
         reads: The derivatives of f by the entries of score tensors that it reads. from_torch
             makes them. Without them score tensors get no gradients.
         indexed_by: For each dim of each score tensor, those of ARGUMENTS by which f indexes it
@@ -56,7 +55,6 @@ class ScoreFunction:
     tensors: tuple[tuple[type, int], ...] = ()
     of_query: bool = True
     reads: "ReadDerivatives | None" = None
-    of_head: bool = True
     of_batch: bool = True
     indexed_by: tuple[tuple[tuple[str, ...], ...], ...] = ()
 
@@ -123,9 +121,7 @@ class ScoreFunction:
         evaluate = partial(_evaluate, name, function, kinds)
         derive = partial(_read_derivatives, name, function, kinds) if float in kinds else None
         nodes = [*traced.graph.nodes]
-        depends = {
-            f"of_{x}": bool(nodes[ARGUMENTS.index(x)].users) for x in ("query", "head", "batch")
-        }
+        depends = {f"of_{x}": bool(nodes[ARGUMENTS.index(x)].users) for x in ("query", "batch")}
         triton_function = add_reads = None
         if find_spec("triton") is not None:
             from sparseflash.backends.triton_common import score_source
@@ -184,8 +180,7 @@ class ScoreFunction:
     def __repr__(self) -> str:
         return (
             f"ScoreFunction(name={self.name!r}, has_triton={self.triton is not None}, "
-            f"tensors={self.tensors}, of_batch={self.of_batch}, of_head={self.of_head}, "
-            f"of_query={self.of_query})"
+            f"tensors={self.tensors}, of_batch={self.of_batch}, of_query={self.of_query})"
         )
 
 
@@ -262,6 +257,8 @@ def checked_score_tensors(
     tensors: Sequence[Tensor] | None,
     query: Tensor,
     seq_len: tuple[int, int],
+    padded: bool,
+    heads: int | None = None,
 ) -> ScoreTensors | None:
     """The score tensors of a call as backends read them; None if there are none.
 
@@ -269,8 +266,9 @@ def checked_score_tensors(
         score: The score function of the call, its name, or None.
         tensors: The argument score_tensors; None is the same as no tensors.
         query: The query of the call, which sets dtype and device.
-        seq_len: Number of queries, and of keys that all batch elements have: 0 with key lengths,
-            because no entry of a score tensor past them counts.
+        seq_len: Number of queries and of keys.
+        padded: Whether there are key lengths, past which no entry of a score tensor counts.
+        heads: Number of all heads, if the query has some of them.
 
     Raises:
         TypeError, ValueError: `tensors` are not those that the score function declares.
@@ -289,7 +287,9 @@ def checked_score_tensors(
             f"score_tensors must be a list of the {len(declared)} tensors that score function "
             f"{function.name!r} reads, got {got}"
         )
-    sizes: Mapping[str, int] = dict(zip(ARGUMENTS[1:], (*query.shape[:2], *seq_len), strict=True))
+    sizes: dict[str, int] = dict(zip(ARGUMENTS[1:], (*query.shape[:2], *seq_len), strict=True))
+    sizes["head"] = sizes["head"] if heads is None else heads
+    sizes["key"] = 0 if padded else sizes["key"]
     wide, checked = torch.promote_types(query.dtype, torch.float32), []
     for i, (x, (kind, dims)) in enumerate(zip(tensors, declared, strict=True)):
         name = f"score_tensors[{i}]"

@@ -405,11 +405,11 @@ def prepare(
     plan.check_length("query", query, rank, 2)
     plan.check_length("key", key, rank, 2)
     checked = AttentionOptions(**options)
-    counted_keys = plan.seq_len if key_lengths is None else 0
-    # By the index of a head among all heads, of which the query has some.
-    all_heads = query[:, :1].expand(-1, heads.groups * query.shape[1], -1, -1)
-    lengths = plan.seq_len, counted_keys
-    read = checked_score_tensors(checked.score, score_tensors, all_heads, lengths)
+    read = checked_score_tensors(
+        *(checked.score, score_tensors, query, (plan.seq_len, plan.seq_len)),
+        padded=key_lengths is not None,
+        heads=heads.groups * query.shape[1],  # by whose index score tensors are read
+    )
     bias = arguments.checked_bias(bias, query, plan.seq_len, plan.seq_len)
     arguments.check_sinks(sinks, query)
     if mask is not None:

@@ -50,7 +50,7 @@ def call_on(
     call = Call(Plan(spec, backend, table, forward=forward), key_lengths, seed, bias)
     call.max_logits = empty_max_logits(query) if spec.max_logits else None
     # Not their sizes: score tensors of a compiled call may have few entries.
-    call.score_tensors = checked_score_tensors(spec.score, score_tensors, query, (0, 0))
+    call.score_tensors = checked_score_tensors(spec.score, score_tensors, query, (0, 0), False)
     return call
 
 

@@ -470,5 +470,5 @@ def test_repr_is_short():
     )
     assert repr(function) == (
         "ScoreFunction(name='slope of each head', has_triton=True, "
-        "tensors=((<class 'float'>, 1),), of_batch=False, of_head=True, of_query=False)"
+        "tensors=((<class 'float'>, 1),), of_batch=False, of_query=False)"
     )

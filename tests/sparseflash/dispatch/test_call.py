@@ -483,7 +483,8 @@ def test_a_call_with_some_heads_is_a_part_of_the_call_with_all_of_them(backend, 
         call = Call(plan, seed=5, bias=own_bias.detach())
         call.positions = Positions(*first, k_len).with_heads(heads, mine.start)
         lengths = q_len, k_len
-        call.score_tensors = checked_score_tensors(TABLE_OF_HEADS.name, reads, query, lengths)
+        score = TABLE_OF_HEADS.name
+        call.score_tensors = checked_score_tensors(score, reads, query, lengths, False)
         with torch.no_grad():
             out, lse = call.forward(*tensors)
             saved, needs = (*tensors, out, lse), (True, True, True, True, False, True)
