@@ -7,6 +7,7 @@ from statistics import fmean
 from records import NOTHING, ROOT, latest, load_each, measured, paragraphs, picture, ratio
 
 from experiments.files import shared
+from experiments.language_model.model import causal_pattern
 from experiments.language_model.results import (
     Runs,
     bits_at,
@@ -91,7 +92,7 @@ def comparison(groups: Groups, devices: list[str]) -> str:
             [bits for each in group if (bits := at(each)) is not None]
             for at in (lambda r: at_position(r, size), lambda r: r["curve"][-1]["by_position"][-1])
         )
-        line = [f"{label}{unended(run)}", context_of(run), attention_of(run)]
+        line = [f"{label}{unended(run)}", context_of(run), attention_of(run), blocks_of(run)]
         line += [f"{len(group)}"] * several
         line += [bits_of(group), f"{fmean(middle):.3f}" if middle else NOTHING]
         line += [f"{fmean(late):.3f}", change(group, groups[base]), change(group, other)]
@@ -100,7 +101,7 @@ def comparison(groups: Groups, devices: list[str]) -> str:
             line += [f"{speed:,.0f}" if speed else NOTHING]
             line += [ratio(speed, mean_speed(other or [], device)) if speed else NOTHING]
         lines.append(line)
-    head = ["run", "context", "attention", *["runs"] * several, "bits per byte"]
+    head = ["run", "context", "attention", "blocks", *["runs"] * several, "bits per byte"]
     head += [f"positions {size // 2:,} to {size:,}", "last positions", f"against {base}"]
     head += ["against dense"]
     for device in devices:
@@ -186,6 +187,19 @@ def attention_of(run: dict) -> str:
         heads = [(head, len([*same])) for head, same in groupby(text.split("; "))]
         layers.append(", ".join(f"{n} x `{head}`" if n > 1 else f"`{head}`" for head, n in heads))
     return "; ".join(layers).replace("|", "\\|")
+
+
+def blocks_of(run: dict) -> str:
+    """The share of the causal mask's blocks that the patterns have, mean over layers and heads."""
+    model = run["model"]
+    sizes = model["heads"], model["block_size"]
+    every, *own = (
+        causal_pattern(text, *sizes)(model["context"]).density
+        for text in ("flash", *model["attention"])
+    )
+    # The layers repeat these texts in turn.
+    turns = [own[layer % len(own)] for layer in range(model["layers"])]
+    return f"{100 * fmean(turns) / every:.0f} %"
 
 
 def is_dense(run: dict) -> bool:

@@ -26,7 +26,8 @@ INTERRUPTED = (
     "\n\nThis measurement was interrupted: the last rows are missing, and the first case was not "
     "measured again to check for a drift of the clock."
 )
-WRITES = re.compile(r" --(output \S+|overwrite)")  # options that say where a record is written
+# Options that say where files are written and when a command ends, not what is measured.
+WRITES = re.compile(r" --(output \S+|overwrite|deadline\.at=\S+|trainer\.logger(\.\w+)?=\S*)")
 # Temporary folders of the files that a command read, with that of a copy of the repository.
 TEMPORARY = re.compile(r"/tmp/(\w+/(?=experiments/))?")
 ANY_ORDER = "/any-order"  # suffix of implementations that differ in the backward pass alone

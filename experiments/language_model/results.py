@@ -49,7 +49,7 @@ def record_of(name: str, sources: list[Path]) -> dict:
         if path.is_file():
             found += read_object(path, RECORD_OF, ("device", "runs"))["runs"].items()
         else:
-            found += [(path.name, *read_results([path], RESULT_OF, KEYS))]
+            found += [(path.name, read_results([path], RESULT_OF, KEYS)[0])]
     names, runs = [label for label, _ in found], [run for _, run in found]
     if len(set(names)) < len(names):
         raise ValueError(f"runs of a record must have distinct names, got {names}")

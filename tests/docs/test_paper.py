@@ -103,7 +103,10 @@ def test_a_record_of_packages_has_tables_of_its_own(paper, tmp_path):
         for n in (512, 1024)[name == "bigbird" :]
     ]
     saved = record(rows)
-    saved.environment = FACTS | {"command": "python -m y --name packages --output there"}
+    saved.environment = FACTS | {
+        "command": "python -m y --trainer.logger.name= --name packages --deadline.at=1.5 "
+        "--output there"
+    }
     saved.skipped = [
         ["bigbird", "full at N = 512", "bigbird needs at least 768 tokens, got 512"],
         ["bigbird", "full at N = 2048", "CUDA out of memory. Tried to allocate 64.00 GiB."],
@@ -238,7 +241,8 @@ def test_table_4(paper, tmp_path):
     equal_bytes, _, equal_times = shown.partition(
         "**Bits per byte after equal times of training**"
     )
-    assert row(equal_bytes, "sparse") == ["1,024 bytes", "`local(8)`", *found]
+    # Of the causal mask's 36 blocks a narrow window has those of two diagonals, 8 + 7.
+    assert row(equal_bytes, "sparse") == ["1,024 bytes", "`local(8)`", "42 %", *found]
     assert row(equal_times, "sparse")[-1] == "–"
     assert row(paper.overview(), "Table 4")[-1] == "1 of 3"
     assert "bits per byte than dense" not in shown
@@ -257,8 +261,8 @@ def test_runs_of_table_4_on_two_gpus_are_compared_by_bits_per_byte_alone(paper, 
         paths[gpu] = write_models(tmp_path, "25m-contexts", gpu, runs)
     shown = paper.TABLES["language-models"]()
     first, *equal_times = shown.split("**Bits per byte after equal times of training, ")
-    assert row(first, "sparse")[6:] == ["+5.00 %", "–", "–", "3,000,000", "–"]
-    assert row(first, "narrow")[6:] == ["+10.00 %", "4,000,000", "4.00", "–", "–"]
+    assert row(first, "sparse")[7:] == ["+5.00 %", "–", "–", "3,000,000", "–"]
+    assert row(first, "narrow")[7:] == ["+10.00 %", "4,000,000", "4.00", "–", "–"]
     assert "| bytes/s, H200 | speed-up over dense, H200 | bytes/s, H100 |" in first
     assert [text.partition("**")[0] for text in equal_times] == ["H200"]  # H100 has one run
     assert "| sparse |" not in equal_times[0]
@@ -290,8 +294,8 @@ def test_seeds_of_table_4_are_a_row_and_are_compared_with_all_dense_runs(paper, 
     first, *equal_times = shown.split("**Bits per byte after equal times of training, ")
     names = [line.split(" | ")[0] for line in first.splitlines() if line.startswith("| ")][2:]
     assert names == ["| dense", "| mid"]  # dense ones come first
-    assert row(first, "mid")[2:5] == ["2", "2.1000 (2.0000 to 2.2000)", "2.100"]
-    assert row(first, "mid")[6:] == [
+    assert row(first, "mid")[3:6] == ["2", "2.1000 (2.0000 to 2.2000)", "2.100"]
+    assert row(first, "mid")[7:] == [
         "+5.00 %",
         "+5.00 %",
         "3,000,000",
@@ -299,7 +303,7 @@ def test_seeds_of_table_4_are_a_row_and_are_compared_with_all_dense_runs(paper, 
         "5,000,000",
         "2.50",
     ]
-    assert row(first, "dense")[3] == "2.0000 (1.9000 to 2.1000)"
+    assert row(first, "dense")[4] == "2.0000 (1.9000 to 2.1000)"
     assert [row(text, "mid")[-1] for text in equal_times] == ["–", "–"]
 
 
@@ -368,6 +372,15 @@ def test_table_4_counts_equal_heads(paper):
     assert attention_of(run) == r"`full()`, 2 x `a \| b`; `a \| b`"
 
 
+def test_table_4_has_the_mean_share_of_blocks_over_layers(paper):
+    blocks_of = sys.modules["language_models"].blocks_of
+    model = {"layers": 3, "heads": 2, "block_size": 64, "context": 256}  # 4 x 4 blocks, 10 causal
+    run = {"model": model | {"attention": ["flash", "strided(64); full()"]}}
+    assert blocks_of({"model": model | {"attention": ["sdpa"]}}) == "100 %"
+    # Of 10 blocks the strided pattern has 4: mean of 10, (4 + 10) / 2 and 10.
+    assert blocks_of(run) == "90 %"
+
+
 def test_table_4_says_which_runs_of_its_script_are_not_trained(paper, tmp_path):
     not_trained = sys.modules["language_models"].not_trained
     shown = not_trained("language-model-25m-warm-up", {"dense-1k": {}, "heads-16k": {}})
@@ -425,7 +438,8 @@ def test_a_longer_context_is_compared_where_both_have_as_many_bytes(paper, tmp_p
     shown = paper.TABLES["language-models"]()
     assert f"{told} bits per byte than dense-1k after as much training: dense-4k." in shown
     cells = row(shown.partition("**Bits per byte after")[0], "dense-4k")
-    assert cells[2:6] == [
+    assert cells[2:7] == [
+        "100 %",
         f"{bits:.4f}",
         f"{bits:.3f}",
         f"{bits - 0.3:.3f}",

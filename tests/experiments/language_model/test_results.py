@@ -15,10 +15,12 @@ from experiments.language_model.results import (
     table_of,
 )
 
+SIZES = {"layers": 2, "heads": 8, "block_size": 128}
+
 
 def write_run(folder, bits=2.0, speed=1e6, data="a", context=1024, attention="flash", **facts):
     run = {
-        "model": {"context": context, "attention": [attention]},
+        "model": SIZES | {"context": context, "attention": [attention]},
         "seed": 0,
         "steps": 20,
         "trained": 20,
