@@ -71,7 +71,7 @@ def main(
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Start no case after this many seconds.")] = 480.0,
-    run: Annotated[
+    number: Annotated[  # torchrun would take --run for an abbreviation of its own --run-path
         int,
         typer.Option(min=1, help="Number of this run, if several measure some of the masks each."),
     ] = 1,
@@ -113,7 +113,7 @@ def main(
     log = None
     if rank == 0:
         name = "-".join(["long-context", kind, *_choices(tokens, heads, kv_heads), f"{count}"])
-        name += f"-run-{run}" if run > 1 else ""
+        name += f"-run-{number}" if number > 1 else ""
         name += "-predicted" if dry_run else ""
         facts = {"machine": asdict(rates), "predicted": [asdict(each) for each in said]}
         facts |= {"window": window, "torchrun": count, "kind": kind}

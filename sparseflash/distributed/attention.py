@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from masks import DynamicMask
 from sparseflash.arguments import check_sinks, checked_bias, checked_seed, checked_tensors
+from sparseflash.distributed.capture import check_not_captured, is_captured
 from sparseflash.distributed.copies import Copies
 from sparseflash.distributed.heads import HeadSharing
 from sparseflash.distributed.part import Heads
@@ -133,7 +134,8 @@ def context_parallel_attention(
         TypeError, ValueError: An argument is invalid; the message names it. Without the check, the
             other ranks wait until the time-out of the group.
         BackendError: No backend can compute the call.
-        RuntimeError: Another rank died or did not answer within the time-out of the group.
+        RuntimeError: Another rank died or did not answer within the time-out of the group. A CUDA
+            graph is being captured, and no call with this plan and options came before.
 
     Reference:
         Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers", 2023, exchanges all
@@ -184,12 +186,14 @@ def _attention(
     try:
         prepared = prepare(*tensors, plan, group, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        if group is not None and (first if check is None else check):
+        needs_check = first if check is None else check
+        if group is not None and needs_check and not is_captured(tensors[0].device):
             _check_agreement(group, heads_group, {}, f"{type(error).__name__}: {error}")
         raise
     if group is not None:
         like_this = (*agreed, *prepared.kind)
         if like_this not in plan.cache if check is None else check:
+            check_not_captured(tensors[0].device)
             facts = prepared.facts(*tensors[:2])
             # The plan as it was given: bias, key_lengths and mask may choose another split.
             of_ranks = {"plan": f"{plan} of SHA-256 {plan.digest}"}
@@ -297,7 +301,7 @@ def _blocks_of_heads(mask: DynamicMask, plan: ContextPlan, rank: int, heads: Hea
         scores = None if mask.scores is None else mask.scores[:, of_heads]
         support = plan.of_heads(heads).mask_of(rank).to(mask.device)
         found = support.select(mask.blocks[:, of_heads], scores)
-        if mask.blocks.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_captured(mask.blocks.device):
             return found  # its memory has its values only after a replay
         mask.cache[key] = found
     return mask.cache[key]

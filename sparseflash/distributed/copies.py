@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from sparseflash.distributed.capture import is_captured
 from sparseflash.distributed.exchange import Exchange, Splits, Transport, explain_errors
 from sparseflash.distributed.transport import Group, group_or_world
 
@@ -328,7 +329,7 @@ class Copies(Transport):
         """The buffers of the current stream, which the work of other streams does not touch."""
         stream = 0
         if self.device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
+            if is_captured(self.device):
                 raise RuntimeError(
                     "transport must be None if a backward pass is captured in a CUDA graph and "
                     "its forward pass was not"
@@ -367,7 +368,7 @@ class Copies(Transport):
             raise ValueError("transport must be made for the group of the call, got another one")
         if device != self.device:
             raise ValueError(f"transport must be made for {device}, got one for {self.device}")
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_captured(device):
             # Which buffer is free is decided when a graph is captured, not when it is replayed.
             raise ValueError("transport must be None while a CUDA graph is captured")
 

@@ -25,6 +25,7 @@ from masks.mask_batch import check_block_mask
 from masks.registry import Caching
 from masks.serialize import read_json
 from sparseflash.distributed.assign import NO_ROWS, Split, Workload
+from sparseflash.distributed.capture import check_not_captured
 from sparseflash.distributed.model import (
     CHOICES,
     can_be_in_place,
@@ -206,6 +207,9 @@ class ContextPlan(Caching):
             rank: Number of the rank, from 0.
             device: Device of the tensors of the part.
             groups: Number of groups of heads that are fetched one after another.
+
+        Raises:
+            RuntimeError: A CUDA graph is being captured, and the part is not on the device yet.
         """
         rank, device = self._rank(rank), torch.device(device)
         key = ("part", rank, groups)
@@ -218,6 +222,7 @@ class ContextPlan(Caching):
                 part = part_of_batch(part, self.batch, self.shared)
             self.cache[key] = part
         if (*key, device) not in self.cache:
+            check_not_captured(device)  # the part is copied to the device
             self.cache[*key, device] = self.cache[key].to(device)
         return self.cache[*key, device]
 

@@ -16,6 +16,7 @@ from sparseflash import arguments
 from sparseflash.dispatch.call import Call, Plan, Positions, empty_max_logits
 from sparseflash.dispatch.plan import find_plan, fixed_block_sizes
 from sparseflash.dispatch.spec import CallFacts
+from sparseflash.distributed.capture import is_captured
 from sparseflash.distributed.copies import Copies
 from sparseflash.distributed.exchange import Collectives, Transport
 from sparseflash.distributed.part import (
@@ -342,7 +343,7 @@ class Prepared:
         blocks = blocks if rows is None else blocks[:, :, rows]
         found = mask.select(blocks[..., columns])
         # The memory of a table that is made in a CUDA graph has its values only after a replay.
-        if not (blocks.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not is_captured(blocks.device):
             selecting.cache[key] = found
         return found
 

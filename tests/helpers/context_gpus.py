@@ -162,14 +162,15 @@ def errors_of_a_replay(rank: int, warm: bool) -> dict[str, float]:
 
     warm: whether a call outside the graph made the positions that dropout needs
     """
-    plan = make_plan(mask_of("butterfly", WHOLE), dist.get_world_size(), "zigzag")
+    ranks, options = dist.get_world_size(), {"strategy": "zigzag", "split": "rows"}
+    plan = make_plan(mask_of("butterfly", WHOLE), ranks, **options)
     device, stream = torch.device("cuda", rank), torch.cuda.Stream()
     shape = (3, 1, KV_HEADS, len(plan.positions(rank)), DIMS)
     own, new = torch.randn(2, *shape, device=device).bfloat16()
     extras: dict[str, Any] = {"dropout_p": 0.2, "seed": 7, "backend": "triton"}
     expected = context_parallel_attention(*new.unbind(), plan, **extras)
-    if not warm:  # tables of another plan, but not the positions that dropout needs
-        plan = make_plan(mask_of("butterfly", WHOLE), dist.get_world_size(), "zigzag")
+    if not warm:  # another plan, whose tables are made by a call without dropout
+        plan = make_plan(mask_of("butterfly", WHOLE), ranks, **options)
         context_parallel_attention(*new.unbind(), plan)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
@@ -240,4 +241,19 @@ def refused_in_a_graph(rank: int) -> str:
             return str(error)
         finally:
             graph.capture_end()
+    return "nothing was refused"
+
+
+def refused_first_call_in_a_graph(rank: int, check: bool | None) -> str:
+    """The error of the first call with a plan while a CUDA graph is captured."""
+    plan = make_plan(mask_of("butterfly", WHOLE), dist.get_world_size())
+    own = torch.zeros(3, 1, 2, len(plan.positions(rank)), DIMS, device="cuda").bfloat16()
+    if check:  # the tables of the plan are on the GPU
+        context_parallel_attention(*own.unbind(), plan)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        try:
+            context_parallel_attention(*own.unbind(), plan, check=check)
+        except RuntimeError as error:
+            return str(error)
     return "nothing was refused"

@@ -146,6 +146,12 @@ def test_heads_over_a_dimension_of_a_mesh(two_gpus, shape, extras):
     check(two_gpus.run(cases.errors_with_shared_heads, shape, extras))
 
 
+@pytest.mark.parametrize("check", [None, False, True])
+def test_the_first_call_of_a_plan_is_not_captured(two_gpus, check):
+    for message in two_gpus.run(cases.refused_first_call_in_a_graph, check):
+        assert "cannot be captured in a CUDA graph" in message
+
+
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_captured_call_with_dropout(two_gpus, warm):
     check(two_gpus.run(cases.errors_of_a_replay, warm))

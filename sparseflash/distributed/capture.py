@@ -1,0 +1,17 @@
+"""What a call does not do while a CUDA graph is captured."""
+
+import torch
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether work on the current stream of a device is captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def check_not_captured(device: torch.device) -> None:
+    """Raises RuntimeError while a CUDA graph is captured, for what first calls alone do."""
+    if is_captured(device):
+        raise RuntimeError(
+            "the first call with a plan and its options cannot be captured in a CUDA graph, as it "
+            "copies tables to the GPU and compares the arguments of ranks: call once before"
+        )
