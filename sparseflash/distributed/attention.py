@@ -55,7 +55,8 @@ def context_parallel_attention(
     return_lse: bool = False, return_max_logits: Literal[True],
     **keywords: Unpack[_Keywords],
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
-@torch.compiler.disable(reason="ranks exchange keys and gradients in calls of the host")
+# A compiler may reorder, drop or recompute an operator, on one rank in another way than on others.
+@torch.compiler.disable(reason="all ranks must exchange keys and gradients in the same order")
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,

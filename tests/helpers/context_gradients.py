@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import Unsupported
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from sparseflash.distributed import ContextPlan, context_parallel_attention, make_plan
@@ -43,6 +47,57 @@ class Layer(nn.Module):
         query, key, value = heads.split([HEADS, KV_HEADS, KV_HEADS], 1)
         found = context_parallel_attention(query, key, value, self.plan, dropout_p=0.2, seed=3)
         return torch.tanh(x + self.out(found.transpose(1, 2).flatten(2)))
+
+
+class Recomputed(nn.Module):
+    """A layer whose activations are computed again in the backward pass."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+def refused_in_one_graph(rank: int) -> str:
+    """The error of a layer that must be one graph."""
+    plan = make_plan(mask_of("causal"), dist.get_world_size(), "zigzag")
+    x = torch.zeros(BATCH, len(plan.positions(rank)), HEADS * DIMS, dtype=torch.float64)
+    try:
+        torch.compile(Layer(plan), fullgraph=True, backend="aot_eager")(x)
+    except Unsupported as error:
+        return str(error)
+    return "nothing"
+
+
+def sharded_errors(rank: int) -> dict[str, float]:
+    """The differences of two compiled layers, which are recomputed and whose parameters are
+    sharded (FSDP2), to the same ones as they are.
+    """
+    plan = make_plan(mask_of("window and sink"), dist.get_world_size(), "zigzag")
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(BATCH, LENGTH, HEADS * DIMS, generator=generator, dtype=torch.float64)
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(Recomputed(Layer(plan)) for _ in range(2)))
+        for module in (*layers, layers):
+            fully_shard(module, mesh=mesh)
+            assert isinstance(module, FSDPModule)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # which gloo supports too
+            if compiles and module is not layers:
+                module.compile(backend="aot_eager")
+        x = plan.shard(whole, rank, 1).requires_grad_()
+        out = layers(x)
+        out.square().sum().backward()
+        found.append({"out": out.detach(), "x": x.grad})
+        for name, parameter in layers.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            found[-1][name] = parameter.grad.full_tensor()
+    eager, made = found
+    return {name: difference(made[name], eager[name]) for name in eager}
 
 
 def compiled_errors(rank: int) -> dict[str, float]:

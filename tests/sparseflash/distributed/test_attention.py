@@ -407,6 +407,14 @@ def test_layers_around_it_are_compiled(two_ranks):
         assert isinstance(answer, dict), answer
         assert answer.pop("graphs") == 2
         assert max(answer.values()) < EXACT
+    reason = "reason: all ranks must exchange keys and gradients in the same order"
+    for answer in two_ranks.run(gradients.refused_in_one_graph):
+        assert reason in answer
+
+
+@pytest.mark.slow(10)
+def test_layers_around_it_are_compiled_sharded_and_recomputed(two_ranks):
+    check_exact(two_ranks.run(gradients.sharded_errors))
 
 
 @pytest.mark.parametrize("split", ["rows", "rounds", "shared rows"])
