@@ -29,6 +29,7 @@ STRONG_SCALING = {
 # Records of later runs of the same sizes, on the GPUs on which they exist.
 LATER = {
     WEAK: ("long-context-weak-128k-2-run-2", "long-context-weak-128k-2-run-3"),
+    "long-context-weak-1m-16-4-heads-2": ("long-context-weak-1m-16-4-heads-2-run-2",),
     "long-context-strong-1m-2": ("long-context-strong-1m-2-run-2",),
     "long-context-strong-2m-16-4-heads-2": ("long-context-strong-2m-16-4-heads-2-run-2",),
 }
@@ -82,7 +83,8 @@ def long_context(record: dict) -> str:
         parts += [measured(each)] * (name != WEAK)  # the caller adds that of WEAK, the last
     for name, title in LONGER.items():
         if (each := runs(name, device)) is not None:
-            parts += [f"**{title}**", scaling(each["rows"]), limited(each["rows"]), measured(each)]
+            parts += [f"**{title}**", scaling(each["rows"]), limited(each["rows"])]
+            parts += [*each["others"], measured(each)]
     title = f"Weak scaling on two GPUs, {record['environment']['device']}"
     parts.append(picture(record["stem"], title))
     return "\n\n".join(filter(None, parts))
