@@ -15,12 +15,13 @@ from experiments.long_documents.results import (
 )
 from experiments.markdown import in_percent, table
 
-AUTHORS = {  # records of encoders, and the tokens that they read
+AUTHORS = {  # records of encoders, EXPECTED or more, and the tokens that they read
     "long-documents-authors-words": "words",
     "long-documents-authors-words-chain": "words",
     "long-documents-authors-words-long": "words",
     "long-documents-authors-bytes": "bytes",
 }
+EXPECTED = ("long-documents-authors-words", "long-documents-authors-words-chain")
 TUNED = ("long-documents-ecthr", "long-documents-mimic")
 
 

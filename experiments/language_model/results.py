@@ -218,7 +218,7 @@ def table_of(record: dict) -> Table:
             f"{run['trained']:,} of {run['steps']:,}",
             bits_of(group),
             f"{change:+.2f} %" if compared else "",
-            f"{speed:,.0f}",
-            f"{speed / mean_speed(first):.2f}" if mean_speed(first) else "",
+            f"{speed:,.0f}" if speed else "",
+            f"{speed / mean_speed(first):.2f}" if speed and mean_speed(first) else "",
         )
     return table

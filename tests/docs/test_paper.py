@@ -478,7 +478,7 @@ def test_table_5(paper, tmp_path):
     for device, length in (("X", "512"), ("Y", "65,536")):
         assert f"\n\nEncoders of words, {length} bytes: *NVIDIA {device}, torch 2," in shown
     assert "(../experiments/results/long-documents-authors-words-nvidia-x-nvidia-y.png)" in shown
-    assert row(paper.overview(), "Table 5")[-1] == "1 of 6"
+    assert row(paper.overview(), "Table 5")[-1] == "1 of 4"
     # Runs that are shorter than two intervals of validation have one validation.
     for path in tmp_path.glob("runs/*/seed*/result.json"):
         run = json.loads(path.read_text())
@@ -524,7 +524,7 @@ def test_table_5_by_the_paper_s_method(paper, tmp_path):
     write_json(tmp_path / "long-documents-ecthr-nvidia-h200.json", record)
     shown = paper.TABLES["tuned"]().replace("\\|", "or")
     assert row(shown, "1,024") == ["74.3 ± 1.0", "2", "`local(8) or butterfly()`"]
-    assert row(paper.overview(), "Table 5")[-1] == "1 of 6"
+    assert row(paper.overview(), "Table 5")[-1] == "1 of 4"
 
 
 def test_milliseconds_have_three_digits_or_all_before_the_point(paper):

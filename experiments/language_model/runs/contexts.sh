@@ -3,12 +3,18 @@
 # One H200, in pieces of ten minutes: repeat the command until it says that all runs have ended.
 # Runs of more than 1K tokens of context read sequences of 1K in the first 60 % of their steps: without this, 16K is
 # above 1K after 197 MB (record language-model-25m-contexts).
-#     experiments/language_model/runs/contexts.sh CLONE_OF_BOOKS [SECONDS] [bytes|tokens]
+#     experiments/language_model/runs/contexts.sh CLONE_OF_BOOKS [SECONDS] [bytes|tokens] [RUN...]
 # By default a token is a byte; with `tokens` it is one of byte-level BPE, of some four bytes, and runs have a quarter of the steps.
+# Names of runs, such as dense-16k, select these; without a name all are trained.
 set -euo pipefail
 books=$1
 end=$((SECONDS + ${2:-540}))
 kind=${3:-bytes}
+chosen=("${@:4}")
+for name in "${chosen[@]}"; do
+  grep -q "^run $name " "$0" || { echo "run must be one of $(grep -oP '^run \K\S+' "$0" | xargs), got $name" >&2 && exit 2; }
+done
+folders=()
 [ -e data/books/books.json ] || python -m experiments.language_model data "$books"
 case $kind in
   bytes) given=(--steps 3800) short=2280 runs=runs/language-model record=25m-warm-up ;;
@@ -22,6 +28,8 @@ run() {
   name=$1
   preset=$2
   shift 2
+  if [ ${#chosen[@]} -gt 0 ] && [[ " ${chosen[*]} " != *" $name "* ]]; then return; fi
+  folders+=("$runs/$name")
   if grep -qs '"ended": true' "$runs/$name/result.json"; then return; fi
   warm_up=(--short-context 1024 --short-steps "$short")
   if [ "$preset" = 25m-1k ]; then warm_up=(); fi
@@ -44,6 +52,5 @@ run hybrid-16k 25m-16k --attention "full(); $window; $window; $window; $window; 
 run heads-16k 25m-16k --attention "local(1024); butterfly() | global_tokens(128)"
 run narrow-64k 25m-64k --attention "local(512) | butterfly() | global_tokens(128)"
 run dense-64k 25m-64k
-folders=(dense-1k dense-4k dense-16k wide-16k mid-16k mid-16k-seed-1 narrow-16k hybrid-16k heads-16k narrow-64k dense-64k)
-python -m experiments.language_model record "$record" "${folders[@]/#/$runs/}"
+python -m experiments.language_model record "$record" "${folders[@]}"
 echo "all runs have ended"

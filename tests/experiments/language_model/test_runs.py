@@ -15,16 +15,20 @@ SHORT = ("--short-context", "--short-steps")
 SCRIPT = Path(__file__).parents[3] / "experiments/language_model/runs/contexts.sh"
 
 
-@pytest.mark.parametrize("kind", ["bytes", "tokens"])
-def test_commands_name_what_exists(kind, tmp_path):
-    python, log = tmp_path / "python", tmp_path / "log"
+def commands_of(folder: Path, *arguments: str) -> list[list[str]]:
+    """The commands that the script runs, without running them."""
+    python, log = folder / "python", folder / "log"
     python.write_text(f"#!/bin/bash\nprintf '%q ' \"$@\" >>{log}; echo >>{log}\n")
     python.chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    subprocess.run(
-        ["bash", SCRIPT, "books", "540", kind], check=True, env=environment, cwd=tmp_path
-    )
-    commands = [shlex.split(line) for line in log.read_text().splitlines()]
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    command = ["bash", SCRIPT, "books", "540", *arguments]
+    subprocess.run(command, check=True, env=environment, cwd=folder)
+    return [shlex.split(line) for line in log.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tokens"])
+def test_commands_name_what_exists(kind, tmp_path):
+    commands = commands_of(tmp_path, kind)
     assert all(command[:2] == ["-m", "experiments.language_model"] for command in commands)
     trained = [command for command in commands if command[2] == "train"]
     for command in trained:
@@ -48,6 +52,19 @@ def test_commands_name_what_exists(kind, tmp_path):
     # About as much text in both: a token is a byte, or some four of them.
     steps = {int(command[command.index("--steps") + 1]) for command in trained}
     assert steps == {1000 if kind == "tokens" else 3800}
+
+
+def test_some_of_the_runs_are_trained_and_recorded(tmp_path):
+    *_, dense, seed, record = commands_of(tmp_path, "bytes", "mid-16k-seed-1", "dense-4k")
+    assert [command[3] for command in (dense, seed)] == ["25m-4k", "25m-16k"]
+    assert seed[-2:] == ["--seed", "1"]
+    folders = [f"runs/language-model/{name}" for name in ("dense-4k", "mid-16k-seed-1")]
+    assert record[2:] == ["record", "25m-warm-up", *folders]
+    command = ["bash", SCRIPT, "books", "540", "bytes", "dense"]
+    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "run must be one of dense-1k dense-4k dense-16k wide-16k" in done.stderr
+    assert done.stderr.endswith("dense-64k, got dense\n")
 
 
 def test_another_kind_of_tokens_is_refused(tmp_path):
