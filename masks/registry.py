@@ -6,6 +6,8 @@ from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
+
 MAX_ENTRIES = 1024
 OF_DEFAULT_SIZE = "of default size"  # key in the cache of a mask whose block size was not given
 
@@ -54,6 +56,10 @@ class Handled:
     handle: str
 
     def __post_init__(self) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            # Without fullgraph=True, torch then makes the mask between its graphs. Nothing of
+            # `self` is read before, because torch would guard an object that is not complete.
+            raise RuntimeError("masks must be made once, outside of the compiled function")
         object.__setattr__(self, "handle", f"{type(self).__name__}-{next(_numbers)}")
         _objects[self.handle] = self
 

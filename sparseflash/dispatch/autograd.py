@@ -86,7 +86,14 @@ def plain(name: str, grad: Tensor | None) -> Tensor | None:
     It is a copy if the gradient is of a subclass, such as the result of a collective, or a negated
     view, such as the gradient of the imaginary part of a conjugate.
     """
-    if grad is None or are_plain(grad):
+    if grad is None:
+        return None
+    if torch._C._functorch.is_legacy_batchedtensor(grad):
+        raise NotImplementedError(
+            f"the gradient of {name} must be one gradient, got a batch (is_grads_batched, or "
+            "vectorize of torch.autograd.functional); use torch.func.vjp with vmap, or jacrev"
+        )
+    if are_plain(grad):
         return grad
     copy = grad.clone()
     if not are_plain(copy):

@@ -95,6 +95,24 @@ def test_a_graph_is_of_one_mask(compile_counter):
         same(compiled(*tensors, mask), attend(*tensors, mask))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda scores: masks.local(20, align="top-left").with_block_size(16),
+        lambda scores: DynamicMask.from_topk(scores, 2, 16, seq_len=(40, 50)),
+    ],
+)
+def test_a_mask_is_made_outside_of_graphs(make, compile_counter):
+    def attend(query, key, value, scores):
+        return sparseflash.attention(query, key, value, make(scores), return_lse=True)
+
+    arguments = (*inputs(), torch.rand(3, 4, device=DEVICE))
+    same(torch.compile(attend, backend=compile_counter)(*arguments), attend(*arguments))
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="masks must be made once, outside of the compiled"):
+        torch.compile(attend, backend=compile_counter, fullgraph=True)(*arguments)
+
+
 def test_graphs_that_concepts_counts(compile_counter):
     """One for a pattern of any length, another for each new mask."""
     compiled = torch.compile(sparseflash.attention, backend=compile_counter)

@@ -126,6 +126,11 @@ def test_forward_mode_of_plain_autograd_is_refused_too():
         attend(forward_ad.make_dual(QUERY, QUERY), KEY, VALUE)
 
 
+def test_a_batch_of_gradients_of_plain_autograd_is_refused():
+    with pytest.raises(NotImplementedError, match="gradient, got a batch"):
+        torch.autograd.functional.jacobian(attend, tuple(TENSORS), vectorize=True)
+
+
 SECOND = {
     "grad of grad": lambda f: func.grad(lambda x: func.grad(loss(f))(x).sum())(QUERY),
     "jacrev of jacrev": lambda f: func.jacrev(func.jacrev(lambda x: f(x).sum()))(QUERY),
