@@ -60,6 +60,10 @@ def parse(text: str) -> Pattern:
     try:
         with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
             return _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError(
+            f"pattern {shortened(text)} cannot be read: {error.msg}; it {_allowed()}"
+        ) from error
     except UNREADABLE as error:
         raise ValueError(
             f"pattern {shortened(text)} cannot be read: {error or 'too many levels'}"
@@ -100,9 +104,12 @@ def _evaluate(node: ast.expr) -> Pattern:
             if len(named) < len(keywords):
                 raise ValueError(f"an argument of {name} is given twice")
             return call_builtin(name, *map(_literal, args), **named)
-    raise ValueError(
-        f"{shortened(ast.unparse(node))} must be built of {sorted(_makers())} with & | ^ - ~"
-    )
+    raise ValueError(f"{shortened(ast.unparse(node))} {_allowed()}")
+
+
+def _allowed() -> str:
+    """What a pattern may be written with, for messages."""
+    return f"must be built of {sorted(_makers())} with & | ^ - ~"
 
 
 def _literal(node: ast.expr):

@@ -15,7 +15,7 @@ import torch
 from masks import block_mask
 from masks._core.grid import Grid
 from masks._core.tracing import untraced
-from masks.arguments import to_python
+from masks.arguments import check_takes, name_of_function, to_python, without_annotations
 from masks.block_mask import BlockMask
 from masks.predicates import from_block_predicate, from_predicate
 from masks.registry import OF_DEFAULT_SIZE, Handled
@@ -249,7 +249,9 @@ def builtin(
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError as error:
-                raise TypeError(f"{make.__name__} takes {_bare(signature)}: {error}") from None
+                raise TypeError(
+                    f"{make.__name__} takes {without_annotations(signature)}: {error}"
+                ) from None
             bound.apply_defaults()
             for name, find in resolve.items():
                 bound.arguments[name] = find(bound.arguments[name])
@@ -261,12 +263,6 @@ def builtin(
         return recorded
 
     return decorate
-
-
-def _bare(signature: inspect.Signature) -> inspect.Signature:
-    """A signature without annotations, which would hide the names in a message."""
-    parameters = [x.replace(annotation=x.empty) for x in signature.parameters.values()]
-    return signature.replace(parameters=parameters, return_annotation=signature.empty)
 
 
 def pattern(attends: Callable) -> Pattern:
@@ -296,7 +292,7 @@ def pattern(attends: Callable) -> Pattern:
     Reference:
         Dong et al. 2024, Flex Attention (mask_mod).
     """
-    return _of_function(attends, "(q, k)", from_predicate)
+    return _of_function(attends, ("q", "k"), from_predicate)
 
 
 def block_pattern(attends: Callable) -> Pattern:
@@ -316,32 +312,30 @@ def block_pattern(attends: Callable) -> Pattern:
     Reference:
         Dong et al. 2024, Flex Attention (mask_mod).
     """
-    return _of_function(attends, "(i, j)", from_block_predicate)
+    return _of_function(attends, ("i", "j"), from_block_predicate)
 
 
 def _of_function(
-    attends: Callable, indices: str, build: Callable[[Grid, str, Callable], BlockMask]
+    attends: Callable,
+    indices: tuple[str, str],
+    build: Callable[[Grid, str, Callable], BlockMask],
 ) -> Pattern:
     if isinstance(attends, Pattern) or not callable(attends):
-        raise TypeError(f"attends must be a function of {indices}, got {attends!r}")
-    name = getattr(attends, "__name__", type(attends).__name__)
-    _check_takes_two(attends, indices, name)
-    return Pattern(name, lambda grid: build(grid, name, attends))
+        raise TypeError(f"attends must be a function of ({', '.join(indices)}), got {attends!r}")
+    hint = "for a mask of each head or batch element see masks.stack and masks.MaskBatch"
+    check_takes("attends", attends, indices, hint)
+    name = name_of_function(attends)
 
+    def build_named(grid: Grid) -> BlockMask:
+        try:
+            return build(grid, name, attends)
+        except IndexError as error:
+            raise IndexError(
+                f"pattern {name} must index tensors within their sizes, also at the lengths "
+                f"{grid.seq_len}: {error}"
+            ) from error
 
-def _check_takes_two(attends: Callable, indices: str, name: str) -> None:
-    """Raises TypeError unless a function can be called with two arguments."""
-    try:
-        signature = inspect.signature(attends)
-    except (TypeError, ValueError):  # some functions that are written in C have none
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        raise TypeError(
-            f"attends must be a function of {indices}, got {name}{_bare(signature)}; for a mask "
-            "of each head or batch element see masks.stack and masks.MaskBatch"
-        ) from error
+    return Pattern(name, build_named)
 
 
 @overload
@@ -396,5 +390,8 @@ def in_size(pattern: Pattern, block_size: tuple[int, int]) -> Pattern:
 def _common_block_size(patterns: Sequence[Pattern]) -> tuple[int, int]:
     sizes = {p.block_size for p in patterns}
     if len(sizes) > 1:
-        raise ValueError(f"patterns must share their block size, got {sorted(sizes)}")
+        raise ValueError(
+            f"patterns must share their block size, got {sorted(sizes)}; call with_block_size of "
+            "the combined pattern"
+        )
     return sizes.pop()

@@ -1,6 +1,7 @@
 """Checks of the arguments of patterns and masks."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -114,3 +115,36 @@ def to_python(value: Any) -> Any:
     if isinstance(value, (list, tuple, range)):
         return tuple(map(to_python, value))
     return value.tolist() if isinstance(value, (Tensor, ndarray, generic)) else value
+
+
+def check_takes(name: str, function: Callable, parameters: Sequence[str], hint: str) -> None:
+    """Raises TypeError unless a function can be called with these parameters, by position.
+
+    Args:
+        name: Name of the argument, for the message.
+        function: The function.
+        parameters: What its parameters are, for the message. Their names may be others.
+        hint: The end of the message.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions that are written in C have none
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        got = f"{name_of_function(function)}{without_annotations(signature)}"
+        raise TypeError(
+            f"{name} must be a function of ({', '.join(parameters)}), got {got}; {hint}"
+        ) from error
+
+
+def name_of_function(function: Callable) -> str:
+    """The name of a function, or that of the type of another object that can be called."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def without_annotations(signature: inspect.Signature) -> inspect.Signature:
+    """A signature without annotations, which would hide the names in a message."""
+    parameters = [x.replace(annotation=x.empty) for x in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=signature.empty)

@@ -23,6 +23,7 @@ _MAKERS = {
     "ndarray": "masks.BlockMask.from_dense (of torch.from_numpy)",
     "str": "masks.parse",
     "function": "masks.pattern (or, of a built-in pattern, its call)",
+    "list": "masks.stack (of one for each head)",
     "BlockMask": "masks.interop.from_flex",
 }
 

@@ -130,8 +130,9 @@ def _score_name(name: str, score: ScoreFunction | str | None) -> str | None:
     if score is None or isinstance(score, ScoreFunction):
         return None if score is None else score.name
     if not isinstance(score, str):
+        made = ", of which ScoreFunction.from_torch makes one" if callable(score) else ""
         raise TypeError(
-            f"{name} must be a ScoreFunction or the name of one, got {type(score).__name__}"
+            f"{name} must be a ScoreFunction or the name of one, got {type(score).__name__}{made}"
         )
     return find_score_function(score).name
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from masks.arguments import broadcasts
+from masks.arguments import broadcasts, check_takes
 
 ARGUMENTS = ("score", "batch", "head", "query", "key")
 
@@ -97,8 +97,9 @@ class ScoreFunction:
             The score function.
 
         Raises:
-            TypeError: `name` is not a string, f does not return one number for each pair, or a
-                score tensor is neither float nor int, or is not indexed by integers.
+            TypeError: `name` is not a string, f does not take these arguments or does not return
+                one number for each pair, or a score tensor is neither float nor int, or is not
+                indexed by integers.
             ValueError: Another score function has this name, f reads the value of a tensor on the
                 host, f reads a tensor from outside that requires a gradient, or f has an operation
                 that is not translated to Triton. The message names it.
@@ -115,6 +116,8 @@ class ScoreFunction:
         kinds = tuple(tensors)
         if not all(kind in (float, int) for kind in kinds):
             raise TypeError(f"tensors must be float or int for each, got {kinds}")
+        parameters = (*ARGUMENTS, *(f"tensor {i}" for i in range(len(kinds))))
+        check_takes("function", function, parameters, "see ScoreFunction.from_torch")
         traced = _traced(name, function, torch.float32, kinds)
         indexed_by = _indices_of_reads(name, traced.graph)
         declared = tuple((kind, len(own)) for kind, own in zip(kinds, indexed_by, strict=True))

@@ -149,7 +149,7 @@ def grid_of_blocks(
     if (grid.nq, grid.nk) != (nq, nk):
         raise ValueError(
             f"{name} must be ({grid.nq}, {grid.nk}) in the last two dimensions for seq_len "
-            f"{grid.seq_len} in blocks of {grid.block_size}, got {tuple(blocks.shape)}"
+            f"{grid.seq_len} in blocks of {grid.block_size}, got ({nq}, {nk})"
         )
     return grid
 

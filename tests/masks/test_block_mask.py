@@ -170,7 +170,7 @@ def heads(number):
         (lambda: BlockMask.from_dense(torch.ones(4, dtype=torch.bool)), "dense must be"),
         (
             lambda: BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), 16, 100),
-            r"blocks must be \(7, 7\)",
+            r"blocks must be \(7, 7\) .*, got \(2, 2\)$",
         ),
         (lambda: masks.full()(64).crop(65, 64), "q_len must be at most 64, got 65"),
         (lambda: masks.DynamicMask.from_topk(torch.rand(2, 2), 0), "k must be at least 1"),

@@ -32,6 +32,12 @@ def test_keywords_between_patterns_are_refused_with_the_operators_that_are_known
         masks.parse("(local(3) and full()) & causal()")
 
 
+@pytest.mark.parametrize("text", ["", "local(3) && causal()", "local(3"])
+def test_texts_with_other_syntax_are_told_what_is_known(text):
+    with pytest.raises(ValueError, match=r"cannot be read: .*; it must be .*'local'.* with & \|"):
+        masks.parse(text)
+
+
 def test_a_file_without_a_name_is_answered_with_how_to_name_a_pattern():
     with pytest.raises(ValueError, match=r"'own\.py' must name .* as own\.py:NAME$"):
         masks.parse("own.py")

@@ -249,7 +249,7 @@ def test_a_pattern_has_a_block_size_of_its_own():
     assert fine(200, 16) == masks.butterfly()(200, 16)
     both = ~fine | masks.causal().with_block_size((32, 64))
     assert both(200).block_size == masks.stack([fine, both])(200).block_size == (32, 64)
-    with pytest.raises(ValueError, match="must share their block size"):
+    with pytest.raises(ValueError, match="; call with_block_size of the combined"):
         operator.and_(fine, masks.causal())
     with pytest.raises(ValueError, match="block_size must have sides in"):
         fine.with_block_size(48)

@@ -50,6 +50,21 @@ def test_predicates_that_change_their_arguments_are_refused(attends):
         masks.pattern(attends)(100, 16)
 
 
+@pytest.mark.parametrize("of_query", [False, True])
+def test_tensors_that_are_too_short_for_a_length_are_told(of_query):
+    document = torch.arange(40)
+
+    @masks.pattern
+    def mine(q, k):
+        return document[q] > 3 if of_query else document[k] > 3
+
+    assert mine(40, 16).nnz_blocks == 9
+    with pytest.raises(
+        IndexError, match=r"pattern mine must index .* at the lengths \(50, 50\): "
+    ):
+        mine(50, 16)
+
+
 @pytest.mark.parametrize("of", [masks.pattern, masks.block_pattern])
 def test_predicates_with_python_logic_are_told_what_to_use(of):
     def mine(q, k):

@@ -255,7 +255,7 @@ def test_scores_in_a_graph(backend):
     [
         ({"softcap": 0.0}, "softcap must be positive"),
         ({"score": "unheard of"}, "score must be a ScoreFunction or the name of one, got 'unhe"),
-        ({"score": bent_of_torch}, "score must be a ScoreFunction or the name of one, got func"),
+        ({"score": bent_of_torch}, "got function, of which ScoreFunction.from_torch makes"),
         ({"score": NO_SLOPE}, r"'no slope' must return \(f, df / dscore\), got Tensor"),
         ({"bias": torch.zeros(3, 31)}, r"bias must have shape \(1, 31\) or \(2, 31\)"),
         ({"bias": torch.zeros(2, 31, dtype=torch.int64)}, "bias must be a floating-point"),
@@ -438,6 +438,7 @@ REFUSED = {
     r"f must be one number for each pair, got \(3,\)": lambda s, *pair: s + TABLE,
     "f must be a tensor, got float": lambda s, *pair: 1.0,
     "function must be callable, got 3": 3,
+    r"a function of \(score, .*, key\), got <lambda>\(s, q, k\)": lambda s, q, k: s,
 }
 
 
