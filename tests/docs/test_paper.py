@@ -121,10 +121,10 @@ def test_a_record_of_packages_has_tables_of_its_own(paper, tmp_path):
     assert first < second
     assert '"called from Python": a CUDA graph cannot contain this' in shown[second:]
     assert row(shown, "BigBird (called from Python)") == ["–", "8.00"]
-    assert "- BigBird at 512 tokens: bigbird needs at least 768 tokens." in shown
+    assert "- BigBird at 512 tokens: needs at least 768 tokens." in shown
     assert "- BigBird from 2,048 tokens on: out of memory." in shown
     assert "- Routing: routing_transformer is not installed." in shown
-    assert "- Longformer at 512, 1,024 tokens: longformer needs a multiple of" in shown
+    assert "- Longformer at 512, 1,024 tokens: needs a multiple of" in shown
     # Of the same run and, in the columns of the paper, of its Table 20.
     crossing = [line for line in shown.splitlines() if line.startswith("| BigBird | faster")]
     assert crossing == [
