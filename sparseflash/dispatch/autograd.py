@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from sparseflash.arguments import are_plain
@@ -88,7 +89,7 @@ def plain(name: str, grad: Tensor | None) -> Tensor | None:
     """
     if grad is None:
         return None
-    if torch._C._functorch.is_legacy_batchedtensor(grad):
+    if is_legacy_batchedtensor(grad):
         raise NotImplementedError(
             f"the gradient of {name} must be one gradient, got a batch (is_grads_batched, or "
             "vectorize of torch.autograd.functional); use torch.func.vjp with vmap, or jacrev"
