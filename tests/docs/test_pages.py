@@ -21,6 +21,7 @@ PUBLIC = [
     for module in (
         "masks",
         "masks.analysis",
+        "masks.interop",
         "sparseflash",
         "sparseflash.advisor",
         "sparseflash.lab",
