@@ -137,22 +137,14 @@ def called(implementation: str, family: str) -> str:
 def crossings(found: dict[tuple[str, str], Line], published: dict) -> str:
     """The lengths from which our kernels, and those of the paper, are faster than the others."""
     ours = [label for label in found if is_ours(label[0])]
-    dense = next((label for label in ours if label[1] == "full"), None)
-    sparse = next((label for label in ours if label[1] != "full"), None)
+    papers = {f"{name} (paper)": published_line(published[name]) for name in (FLASH, SPARSE)}
     rows = []
     for label, line in found.items():
-        if label in ours:
-            continue
-        other = published.get(PAIRED.get(label[0], ""))
-        row = [called(*label)]
-        for own, paper in ((dense, FLASH), (sparse, SPARSE)):
-            row.append(who(found[own], line) if own else NOTHING)
-            theirs = published_line(published[paper])
-            row.append(who(theirs, published_line(other)) if other else NOTHING)
-        rows.append(row)
-    head = ["compared with"]
-    for own, paper in ((dense, FLASH), (sparse, SPARSE)):
-        head += [called(*own) if own else "", f"{paper} (paper)"]
+        if label not in ours:
+            other = published_line(published.get(PAIRED.get(label[0], ""), ()))
+            row = [who(found[own], line) for own in ours]
+            rows.append([called(*label), *row, *(who(own, other) for own in papers.values())])
+    head = ["compared with", *(called(*own) for own in ours), *papers]
     return table(head, rows) if rows else ""
 
 

@@ -67,7 +67,7 @@ def repeated(runs: Runs) -> dict[str, list[dict]]:
     first: dict[str, str] = {}
     found: dict[str, list[dict]] = {}
     for name, run in runs.items():
-        settings = json.dumps([run.get(each) for each in compared])
+        settings = json.dumps([run.get(each) for each in compared], sort_keys=True)
         own = first.setdefault(settings, name) if run["ended"] else name
         found.setdefault(own, []).append(run)
     return found
