@@ -37,13 +37,14 @@ def warmup(
 ) -> None:
     """Compiles the kernels of `attention` in parallel, before a call needs them.
 
-    Without warmup, the first call that needs new kernels compiles those of both passes in parallel
-    threads. Meanwhile processes compile those that masks with and without partial blocks, and with
-    rows of equal and of unequal lengths, would need. The environment variable
-    SPARSEFLASH_COMPILE_WORKERS is the number of these processes. By default there is one for every
-    four processor threads, at most six; on a host with less than four threads there is none. Ranks
-    that torchrun, srun or Lightning starts on one host share its threads. A program that embeds or
-    freezes Python cannot start them.
+    Without warmup, the first call that needs new kernels compiles those of both passes in
+    parallel: in a process for each kernel, or in threads on a host with less than four processor
+    threads. Meanwhile other processes compile the kernels that masks with and without partial
+    blocks, and with rows of equal and of unequal lengths, would need. These are started up to a
+    number of processes in all, the environment variable SPARSEFLASH_COMPILE_WORKERS; 0 turns all
+    processes off. By default it is one for every two processor threads, at most twelve. Ranks that
+    torchrun, srun or Lightning starts on one host share its threads. A program that embeds or
+    freezes Python cannot start processes, and compiles in threads.
 
     The compiled kernels depend on dtype, head dim, block size, options, the number of
     query heads per key head, and on whether a mask has partial blocks. They hardly ever depend on

@@ -23,10 +23,15 @@ def compile_passes(calls: Iterable[Pass], others: Iterable[Pass] = ()) -> None:
     Args:
         calls: (call, (query, key, value), needs) of each call, with `needs` as in
             Backend.backward. Calls of backends that compile nothing are skipped.
-        others: Calls whose kernels processes compile meanwhile; nothing waits for them.
+        others: Calls whose kernels are compiled meanwhile; nothing waits for them.
     """
     calls = [call for call in calls if call[0].plan.backend.compiles]
     if calls:
+        from sparseflash.backends.triton_common.workers import WORKERS
+
+        # Before this process imports Triton, which the other one does at the same time.
+        backends = {call.plan.backend.name for call, *_ in calls}
+        WORKERS.prepare(*[f"sparseflash.backends.{name}.kernels" for name in sorted(backends)])
         from sparseflash.backends.triton_common.launcher import compile_only
 
         with torch.no_grad():

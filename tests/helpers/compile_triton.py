@@ -9,12 +9,21 @@ What a `Compiler` may ask of it:
     layouts ARCHITECTURE     kernels compiled for tensors of many strides
     rows ARCHITECTURE        loads and stores of the kernels that merge, add and copy rows
     warmup ARCHITECTURE      kernels compiled by sparseflash.warmup, and by calls after it
+    failing ARCHITECTURE     what is said of a kernel that processes cannot compile
 """
 
+import io
 import itertools
+import logging
 import math
+import os
 import re
+import sys
 from collections import Counter
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
 
 import torch
 
@@ -40,7 +49,7 @@ from sparseflash.backends.triton.merge import (
     merge_rows,
     write_rows_of_both,
 )
-from sparseflash.backends.triton_common import launcher, relaunch
+from sparseflash.backends.triton_common import launcher, relaunch, workers
 from sparseflash.dispatch.call import Positions
 from sparseflash.dispatch.compile import _compiled
 from sparseflash.score import ScoreFunction
@@ -393,6 +402,41 @@ def report_warmup(architecture: int):
             out.backward(torch.ones_like(out))
         found = {"before": before, "forward": forward - before, "later": count_kernels() - forward}
         yield {"call": name} | found
+
+
+FAILING = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel(BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK == 32, f"BLOCK must be 32, got {BLOCK}")
+"""
+
+
+def report_failing(architecture: int):
+    """The error of a call whose kernel has an error, and what is logged."""
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    logging.getLogger("sparseflash").addHandler(handler)
+    with TemporaryDirectory() as folder, mock.patch.dict(os.environ, {workers.VARIABLE: "1"}):
+        os.environ["TRITON_CACHE_DIR"] = str(Path(folder, "cache"))
+        package = Path(folder, "failing_kernels")
+        package.mkdir()
+        Path(package, "__init__.py").touch()
+        Path(package, "failing.py").write_text(FAILING)
+        sys.path.append(folder)
+        failing = import_module("failing_kernels.failing").kernel
+        try:
+            launcher.compile_only(
+                lambda: launcher.launch(failing, (1, 1, 1), (), (), {"BLOCK": 16})
+            )
+        except ValueError as error:
+            yield {"error": str(error), "log": log.getvalue()}
+        process = workers.WORKERS._process
+        workers.WORKERS.stop()
+        process.wait()
 
 
 def count_kernels() -> int:

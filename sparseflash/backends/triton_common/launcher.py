@@ -20,6 +20,7 @@ from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 from triton.runtime.cache import triton_key
 
 from sparseflash.backends.triton_common import compile_worker, workers
+from sparseflash.backends.triton_common.description import describe
 from sparseflash.backends.triton_common.relaunch import (
     Launched,
     active_driver,
@@ -120,12 +121,13 @@ class _Compilation(Executor):
     It is the executor of triton.AsyncCompileMode.
     """
 
-    def __init__(self, pool: ThreadPoolExecutor):
-        self._pool = pool
+    def __init__(self, pool: ThreadPoolExecutor, driver: Future):
+        self._pool, self._driver = pool, driver
         self._kernels: list[tuple[Any, int]] = []  # results of JITFunction.warmup, their devices
 
     def add(self, kernel: Any, *launch: Any, **constants: Any) -> None:
         """Starts to compile a kernel, whose arguments are those of JITFunction.warmup."""
+        self._driver.result()
         made = kernel.warmup(*launch, **constants)
         self._kernels.append((made, active_driver().get_current_device()))
 
@@ -152,11 +154,20 @@ def _compile_and_build_launcher(compile_kernel: Callable[[], Any]) -> Any:
 
 
 class _Descriptions(dict[str, workers.Description]):
-    """Descriptions of the kernels of launches that are neither started nor compiled, by key."""
+    """Descriptions of the kernels of launches that are neither started nor compiled, by key.
+
+    Args:
+        driver: When Triton's driver is ready.
+    """
+
+    def __init__(self, driver: Future):
+        super().__init__()
+        self._driver = driver
 
     def add(self, kernel: Any, *launch: Any, **constants: Any) -> None:
         """Describes a kernel, whose arguments are those of JITFunction.warmup."""
-        description = workers.describe(kernel, *launch, **constants)
+        self._driver.result()
+        description = describe(kernel, *launch, **constants)
         if description is not None:
             self[description.key] = description
 
@@ -168,31 +179,33 @@ _COMPILATION = ContextVar("compilation", default=None)
 def compile_only(run: Callable[[], object], other: Callable[[], object] | None = None) -> None:
     """Calls `run`; its launches compile and load their kernels in parallel and start none.
 
-    Threads suffice: most of the time is spent in compiler passes, LLVM and ptxas, which release
-    the global interpreter lock of Python.
+    Where this process may start others, these compile the kernels (see workers.py), and then
+    threads of this one find them in Triton's cache. Otherwise the threads compile them: compiler
+    passes, LLVM and ptxas release the global interpreter lock of Python.
 
     Args:
         run: A function that launches kernels.
-        other: Another one. Processes compile its kernels, for which nothing waits here: see
-            workers.py.
+        other: Another one. Processes compile its kernels, for which nothing waits here.
     """
 
     def compile_in_threads() -> None:
         with ThreadPoolExecutor() as pool:
             # Before the first compilation Triton hashes its files, and the first use of its driver
-            # runs a C compiler. Both take long, and run beside one another.
-            hashed = pool.submit(triton_key)
-            own = _Descriptions()
+            # runs a C compiler. Both take long, and run beside one another and beside the import
+            # of the kernels.
+            hashed, driver = pool.submit(triton_key), pool.submit(active_driver)
+            own = _Descriptions(driver)
             if workers.number_of_workers():
                 _COMPILATION.set(own)
                 run()
+                workers.WORKERS.start(own, waits=True)
                 if other is not None:
-                    _COMPILATION.set(others := _Descriptions())
+                    _COMPILATION.set(others := _Descriptions(driver))
                     other()
                     workers.WORKERS.start({key: others[key] for key in others.keys() - own.keys()})
                 workers.WORKERS.wait({*own})
             hashed.result()
-            compilation = _Compilation(pool)
+            compilation = _Compilation(pool, driver)
             _COMPILATION.set(compilation)
             with _assertions_as_value_errors(), triton.AsyncCompileMode(compilation):
                 run()

@@ -1,160 +1,197 @@
-"""Processes that compile kernels which later calls may need, while a call compiles its own.
+"""The process that compiles kernels for this one: those of a call, and those of calls to come.
 
-Threads would not do: to generate the IR of a kernel takes a third of the time of its compilation,
-holds the global interpreter lock of Python, and so would delay the call. A process writes to
-Triton's cache on disk. The call that needs the kernel waits for the process and then compiles as
-always: it finds the kernel in the cache, or compiles it and raises what is wrong with it.
+Threads would not do as well. To generate the IR of a kernel takes a third of the time of its
+compilation and holds the global interpreter lock of Python, so that the kernels of a call would
+wait for one another. A process writes to Triton's cache on disk. The call that needs the kernel
+waits for it and then compiles as always: it finds the kernel in the cache, or compiles it and
+raises what is wrong with it.
+
+This module does not import Triton: the process is started before that, and both import it at the
+same time.
 """
 
 import atexit
-import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
-from threading import Lock, Thread, get_ident
-from typing import Any, NamedTuple
+from threading import Event, Lock, Thread
+from typing import NamedTuple
 
 import torch
-import triton
-from triton import knobs
 
 from sparseflash.backends.triton_common import compile_worker
-from sparseflash.backends.triton_common.relaunch import active_driver
 
 VARIABLE = "SPARSEFLASH_COMPILE_WORKERS"
 # The file is run by its path, because its package imports torch.
 RUN_WORKER = "import runpy, sys; runpy.run_path(sys.argv[1])['main']()"
-MAX_WORKERS = 6  # with as many, a second mask waited for a second on a host of 16 threads
-MAX_WAIT = 30  # seconds; a kernel takes 3 to 5 on a core that nothing else uses
+# Two masks that need other kernels in both passes have at most nine beside the three of a call.
+MAX_WORKERS = 12
+MIN_THREADS = 4
+MAX_WAIT = 120  # seconds; a kernel takes 3 to 5 on a core that nothing else uses
+# Added to the niceness of what compiles kernels of other calls: a call compiles its own first, and
+# so do others that share the host.
+NICE = 10
+
+_logger = logging.getLogger("sparseflash")
 
 
 class Description(NamedTuple):
     """What a process needs to compile a kernel.
 
     module, name: of the kernel
-    data: from which Triton's preload compiles it
-    key:  hexadecimal hash of all of it and of Triton's version and the source
+    data:   from which Triton's preload compiles it
+    target: of the compiler, as arguments of Triton's GPUTarget
+    key:    hexadecimal hash of all of it and of Triton's version and the source
     """
 
     module: str
     name: str
     data: str
+    target: tuple[str, int, int]
     key: str
 
 
-_hook_lock = Lock()
-
-
-def describe(kernel: Any, *arguments: Any, **constants: Any) -> Description | None:
-    """The description of a kernel; None if this process has compiled it, or no other one can.
-
-    Args:
-        kernel, arguments, constants: The kernel, and the arguments of its method `warmup`.
-    """
-    if any(isinstance(x, triton.JITFunction) for x in constants.values()):
-        return None  # a score function, of a module that this one does not know
-    found, thread, hooks = [], get_ident(), knobs.runtime
-    with _hook_lock:
-        before = hooks.jit_cache_hook
-
-        def hook(**of_kernel: Any) -> bool | None:
-            if get_ident() != thread:
-                return before(**of_kernel) if before is not None else None
-            found.append(of_kernel["compile"]["specialization_data"])
-            return True  # so that Triton does not compile it
-
-        hooks.jit_cache_hook = hook
-        try:
-            kernel.warmup(*arguments, **constants)
-        finally:
-            hooks.jit_cache_hook = before
-    if not found:
-        return None
-    parts = (triton.__version__, kernel.cache_key, str(_target()), found[0])
-    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    return Description(kernel.__module__, kernel.__name__, found[0], key)
-
-
-def _target() -> tuple:
-    """The target of the compiler, as arguments of Triton's GPUTarget."""
-    target = active_driver().get_current_target()
-    return target.backend, target.arch, target.warp_size
-
-
 class Workers:
-    """The processes that this process has started."""
+    """The process that this process has started, and the kernels that it was asked for.
+
+    That process compiles each kernel in a process of its own: see compile_worker.py.
+    """
 
     def __init__(self):
-        self._processes: dict[str, subprocess.Popen] = {}  # by the keys of their kernels
         self._lock = Lock()
+        self._process: subprocess.Popen | None = None
+        self._compilations: dict[str, _Compilation] = {}  # by the keys of their kernels
 
-    def start(self, kernels: dict[str, Description]) -> None:
-        """Starts processes for kernels that are neither compiled nor being compiled."""
-        most = number_of_workers()
-        # If the system has no more processes, or the cache cannot be written, calls compile what
-        # they need.
+    def prepare(self, *packages: str) -> None:
+        """Starts the process, which imports these packages of kernels, unless it runs."""
+        # If the system has no more processes, calls compile what they need.
         with self._lock, suppress(OSError):
-            new = [
-                kernel
-                for key, kernel in kernels.items()
-                if key not in self._processes and not compile_worker.is_marked(key)
-            ]
-            for i in range(min(most, len(new))):
-                share = new[i::most]
-                process = _start(share)
-                self._processes |= dict.fromkeys([kernel.key for kernel in share], process)
-                # A process that has ended remains in the system until it is waited for.
-                Thread(target=process.wait, daemon=True).start()
+            if self._process is not None or not number_of_workers():
+                return
+            process = _start(packages)
+            self._process = process
+            Thread(target=self._read_replies, args=(process,), daemon=True).start()
+
+    def start(self, kernels: dict[str, Description], waits: bool = False) -> None:
+        """Compiles kernels that are neither compiled nor being compiled.
+
+        Args:
+            kernels: Descriptions by key.
+            waits: Whether a call waits for them. Those of other calls give way to these, and to
+                all else on the host.
+        """
+        # Calls compile what they need, also if Triton's cache cannot be written or the process has
+        # ended.
+        with suppress(OSError):
+            new = [x for x in kernels.values() if self._is_new(x.key, waits)]
+            if new:
+                self.prepare(new[0].module.rpartition(".")[0])
+                self._ask_for(new, waits)
+
+    def _ask_for(self, kernels: list[Description], waits: bool) -> None:
+        request = {
+            "kernels": [kernel._asdict() for kernel in kernels],
+            "environment": {**os.environ},
+            "nice": 0 if waits else NICE,
+            "most": number_of_workers(),
+        }
+        with self._lock:
+            if self._process is not None:
+                for kernel in kernels:
+                    self._compilations.setdefault(kernel.key, _Compilation(self._process))
+                _write(self._process, request)
+
+    def _is_new(self, key: str, waits: bool) -> bool:
+        known = self._compilations.get(key)
+        if known is not None:
+            return waits and not known.ended.is_set()  # it may be in a queue
+        return not compile_worker.is_marked(key)
 
     def wait(self, keys: set[str]) -> None:
-        """Waits until the processes that compile these kernels have ended.
+        """Waits until these kernels are compiled.
 
         After MAX_WAIT seconds in all the call compiles them itself.
         """
         end = time.monotonic() + MAX_WAIT
-        for key in keys & {*self._processes}:
-            with suppress(subprocess.TimeoutExpired):
-                self._processes[key].wait(max(0, end - time.monotonic()))
+        for key in keys & {*self._compilations}:
+            compilation = self._compilations[key]
+            compilation.ended.wait(max(0, end - time.monotonic()))
+            if compilation.error:
+                _logger.warning("a process could not compile a kernel:\n%s", compilation.error)
 
     def stop(self) -> None:
-        """Ends all processes."""
-        for process in [*self._processes.values()]:
-            process.terminate()
+        """Ends the process, and those that it has started."""
+        if self._process is not None:
+            self._process.terminate()
+
+    def forget(self) -> None:
+        """Forgets the process, in a process that was forked from the one that has started it."""
+        self._inherited = self._process  # Popen would warn that it runs
+        self._lock, self._process, self._compilations = Lock(), None, {}
+
+    def _read_replies(self, process: subprocess.Popen) -> None:
+        """Reads what the process says until it ends."""
+        assert process.stdout is not None
+        for line in process.stdout:
+            reply = json.loads(line)
+            compilation = self._compilations[reply["key"]]
+            compilation.error = reply["error"]
+            compilation.ended.set()
+        with self._lock:
+            if self._process is process:
+                self._process = None
+            for compilation in self._compilations.values():
+                if compilation.process is process:
+                    compilation.ended.set()
+        assert process.stdin is not None
+        process.stdout.close()
+        with suppress(BrokenPipeError):  # something was written after its end
+            process.stdin.close()
+        process.wait()  # until then it remains in the system
 
 
-def _start(kernels: list[Description]) -> subprocess.Popen:
-    job = {
-        "path": [str(path) for path in sys.path],
-        "target": _target(),
-        "kernels": [x._asdict() for x in kernels],
-    }
+class _Compilation:
+    """Of one kernel: the process that was asked for it, whether it has ended, and its error."""
+
+    def __init__(self, process: subprocess.Popen):
+        self.process, self.ended, self.error = process, Event(), ""
+
+
+def _start(packages: Iterable[str]) -> subprocess.Popen:
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", RUN_WORKER, compile_worker.__file__],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,  # a call that needs such a kernel raises the error itself
-        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # replies have the errors
     )
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(job) + "\n")
-    process.stdin.close()
+    _write(process, {"path": [str(path) for path in sys.path], "packages": [*packages]})
     return process
 
 
-def number_of_workers() -> int:
-    """The number of processes that a call may start.
+def _write(process: subprocess.Popen, line: dict) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(line).encode() + b"\n")
+    process.stdin.flush()
 
-    By default one for every four processor threads of this process, and at most MAX_WORKERS. None
-    where `sys.executable` is not an interpreter: in a program that embeds or freezes Python.
+
+def number_of_workers() -> int:
+    """The number of kernels that are compiled at a time, beside those for which a call waits.
+
+    By default one for every two processor threads of this process, and at most MAX_WORKERS. None
+    where there are less than four threads, or where `sys.executable` is not an interpreter: in a
+    program that embeds or freezes Python. Then threads compile the kernels of a call.
     """
     if not sys.executable or getattr(sys, "frozen", False):
         return 0
     asked = os.environ.get(VARIABLE)
     if asked is None:
-        return min(MAX_WORKERS, _threads() // 4)
+        threads = _threads()
+        return min(MAX_WORKERS, threads // 2) if threads >= MIN_THREADS else 0
     if not asked.isdecimal():
         raise ValueError(f"{VARIABLE} must be a number of processes, got {asked!r}")
     return int(asked)
@@ -192,3 +229,4 @@ def _number(variable: str) -> int:
 
 WORKERS = Workers()
 atexit.register(WORKERS.stop)
+os.register_at_fork(after_in_child=WORKERS.forget)

@@ -1,10 +1,13 @@
-"""Processes that compile kernels for calls that may follow."""
+"""Processes that compile kernels of a call, and of those that may follow."""
 
-import io
 import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
+from threading import Thread
+from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,62 +17,159 @@ from triton import knobs
 from triton.runtime import driver
 
 from sparseflash.backends.triton_common import compile_worker, launcher, relaunch, workers
+from sparseflash.backends.triton_common.description import describe
 
+ROOT = Path(__file__).parents[4]
 RANK_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_RANK", "WORLD_SIZE")
 
 
 class Process:
-    """A process that writes down what is asked of it."""
+    """A process that replies when a test says so."""
 
-    def __init__(self, kernels: list[workers.Description]):
-        self.keys, self.asked = [kernel.key for kernel in kernels], []
+    def __init__(self, packages: tuple[str, ...]):
+        self.packages, self.requests, self.terminated = packages, [], False
+        reading, writing = os.pipe()
+        self.stdout = os.fdopen(reading, "rb")
+        self.replies = os.fdopen(writing, "wb", buffering=0)
+        self.stdin = self
 
-    def wait(self, seconds):
-        self.asked.append("wait")
-        raise subprocess.TimeoutExpired("a process that never ends", seconds)
+    def write(self, line: bytes):
+        request = json.loads(line)
+        self.requests.append(request | {"kernels": [x["key"] for x in request["kernels"]]})
+
+    def flush(self):
+        pass
+
+    def close(self):
+        pass
+
+    def reply(self, key: str, error: str = ""):
+        self.replies.write(json.dumps({"key": key, "error": error}).encode() + b"\n")
 
     def terminate(self):
-        self.asked.append("terminate")
+        self.terminated = True
+
+    def wait(self):
+        pass
 
 
 @pytest.fixture
 def started(monkeypatch):
-    """The processes that are started, none of which reaps itself."""
+    """The processes that are started."""
     processes = []
 
-    def start(kernels):
-        processes.append(Process(kernels))
+    def start(packages):
+        processes.append(Process(packages))
         return processes[-1]
 
     monkeypatch.setattr(workers, "_start", start)
-    monkeypatch.setattr(workers, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(compile_worker, "is_marked", lambda key: key == "marked")
     monkeypatch.setattr(workers, "WORKERS", workers.Workers())
+    monkeypatch.setattr(workers, "MAX_WAIT", 30)
     monkeypatch.setenv(workers.VARIABLE, "2")
-    return processes
+    before = {*enumerate_threads()}
+    yield processes
+    for process in processes:
+        process.replies.close()
+    for thread in {*enumerate_threads()} - before:
+        thread.join()
 
 
 def kernels(*keys: str) -> dict[str, workers.Description]:
-    return {key: workers.Description("module", "kernel", "data", key) for key in keys}
+    target = ("cuda", 90, 32)
+    return {x: workers.Description("package.module", "kernel", "data", target, x) for x in keys}
 
 
-def test_a_kernel_is_compiled_by_one_process(started):
+def asked(process: Process) -> list[tuple]:
+    return [(x["kernels"], x["nice"], x["most"]) for x in process.requests]
+
+
+def test_one_process_is_asked_once_for_each_kernel(started):
     found = workers.WORKERS
-    found.start(kernels("a", "b", "c", "marked"))
-    found.start(kernels("b", "d"))
-    assert [x.keys for x in started] == [["a", "c"], ["b"], ["d"]]
-    found.wait({"c", "unknown"})
-    assert [x.asked for x in started] == [["wait"], [], []]
+    found.prepare("first")
+    found.start(kernels("a", "b", "marked"), waits=True)
+    found.start(kernels("b", "c", "d"))
+    (process,) = started
+    assert process.packages == ("first",)
+    assert asked(process) == [(["a", "b"], 0, 2), (["c", "d"], workers.NICE, 2)]
+    assert process.requests[0]["environment"] == {**os.environ}
+    process.reply("a")
+    found.wait({"a", "marked", "unknown"})
+    found.start(kernels("a", "c"), waits=True)
+    assert asked(process)[2:] == [(["c"], 0, 2)], "it may be in a queue, and is waited for now"
     found.stop()
-    assert all("terminate" in x.asked for x in started)
+    assert process.terminated
+
+
+def test_a_call_waits_for_its_kernels_only(started):
+    found = workers.WORKERS
+    found.start(kernels("a"), waits=True)
+    found.start(kernels("b"))
+    waiting = Thread(target=found.wait, args=({"a"},))
+    waiting.start()
+    started[0].reply("b")
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    started[0].reply("a")
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
+def test_an_error_of_a_process_is_logged_where_a_call_waits(started, caplog):
+    workers.WORKERS.start(kernels("a", "b"))
+    started[0].reply("a", "MemoryError: of a")
+    started[0].reply("b", "MemoryError: of b")
+    workers.WORKERS.wait({"b"})
+    (record,) = caplog.records
+    assert "could not compile" in record.message
+    assert record.message.endswith("of b")
+
+
+def test_no_call_waits_for_a_process_that_has_ended(started):
+    found = workers.WORKERS
+    found.start(kernels("a"), waits=True)
+    started[0].replies.close()
+    before = time.monotonic()
+    found.wait({"a"})
+    assert time.monotonic() - before < 20
+    found.start(kernels("b"))
+    assert [asked(x) for x in started] == [[(["a"], 0, 2)], [(["b"], workers.NICE, 2)]]
+
+
+def test_a_process_that_has_ended_unnoticed_is_asked_in_vain(started, monkeypatch):
+    def fail(line):
+        raise BrokenPipeError
+
+    found = workers.WORKERS
+    found.prepare("first")
+    monkeypatch.setattr(started[0], "write", fail)
+    found.start(kernels("a"), waits=True)
+    started[0].replies.close()
+    found.wait({"a"})
+
+
+def test_a_call_waits_no_longer_than_a_limit(started, monkeypatch):
+    monkeypatch.setattr(workers, "MAX_WAIT", 0.01)
+    workers.WORKERS.start(kernels("a"), waits=True)
+    workers.WORKERS.wait({"a"})
+
+
+def test_a_forked_process_starts_its_own(started):
+    found = workers.WORKERS
+    found.start(kernels("a"))
+    found.forget()
+    found.stop()
+    assert not started[0].terminated
+    found.start(kernels("a"))
+    assert [asked(x) for x in started] == [[(["a"], workers.NICE, 2)]] * 2
 
 
 def test_no_process_is_started_where_the_system_has_none(started, monkeypatch):
-    def fail(kernels):
+    def fail(packages):
         raise BlockingIOError
 
     monkeypatch.setattr(workers, "_start", fail)
-    workers.WORKERS.start(kernels("a"))
+    workers.WORKERS.start(kernels("a"), waits=True)
     workers.WORKERS.wait({"a"})
 
 
@@ -81,13 +181,13 @@ def test_a_cache_that_cannot_be_written_is_read(monkeypatch, tmp_path):
     monkeypatch.setattr(workers, "_start", None)
     key = "ab" * 32
     compile_worker.mark(key)
-    workers.Workers().start(kernels(key))
+    workers.Workers().start(kernels(key), waits=True)
 
 
 def test_no_process_and_no_description_if_the_number_is_zero(log, monkeypatch):
     monkeypatch.setenv(workers.VARIABLE, "0")
-    monkeypatch.setattr(workers, "describe", None)
-    monkeypatch.setattr(workers, "WORKERS", None)
+    monkeypatch.setattr(launcher, "describe", None)
+    monkeypatch.setattr(workers, "WORKERS", SimpleNamespace())
     own = Kernel("own")
     launcher.compile_only(lambda: launch(own), lambda: launch(Kernel("other")))
     assert own.compiled
@@ -112,7 +212,8 @@ def default_number(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("threads", "ranks", "expected"), [(2, 1, 0), (16, 1, 4), (16, 2, 2), (64, 1, 6), (64, 8, 2)]
+    ("threads", "ranks", "expected"),
+    [(2, 1, 0), (3, 1, 0), (4, 1, 2), (16, 1, 8), (16, 2, 4), (64, 1, 12), (64, 8, 4)],
 )
 def test_the_default_follows_the_processor_threads(threads, ranks, expected, default_number):
     assert default_number(threads, LOCAL_WORLD_SIZE=ranks) == expected
@@ -120,21 +221,21 @@ def test_the_default_follows_the_processor_threads(threads, ranks, expected, def
 
 @pytest.mark.parametrize("ranks", ["", "many", "0", "-1"])
 def test_a_number_of_ranks_that_is_none_is_not_read(ranks, default_number):
-    assert default_number(16, LOCAL_WORLD_SIZE=ranks) == 4
+    assert default_number(16, LOCAL_WORLD_SIZE=ranks) == 8
 
 
 @pytest.mark.parametrize(
     ("threads", "variables", "expected"),
     [
-        (64, {"SLURM_NTASKS_PER_NODE": 8, "SLURM_LOCALID": 3}, 2),
-        (8, {"SLURM_NTASKS_PER_NODE": 8, "SLURM_LOCALID": 3, "SLURM_CPUS_ON_NODE": 64}, 2),
-        (64, {"SLURM_NTASKS": 16, "SLURM_LOCALID": 0}, 2),
-        (64, {"SLURM_NTASKS": 1, "SLURM_LOCALID": 0}, 6),
-        (64, {"WORLD_SIZE": 16, "LOCAL_RANK": 0}, 2),
-        (64, {"WORLD_SIZE": 4, "LOCAL_RANK": 0}, 4),
-        (64, {"LOCAL_RANK": 7}, 2),
-        (64, {"LOCAL_WORLD_SIZE": 4, "WORLD_SIZE": 32, "LOCAL_RANK": 0}, 4),
-        (64, {"LOCAL_WORLD_SIZE": 4, "SLURM_NTASKS_PER_NODE": 1, "SLURM_CPUS_ON_NODE": 128}, 4),
+        (64, {"SLURM_NTASKS_PER_NODE": 8, "SLURM_LOCALID": 3}, 4),
+        (8, {"SLURM_NTASKS_PER_NODE": 8, "SLURM_LOCALID": 3, "SLURM_CPUS_ON_NODE": 64}, 4),
+        (64, {"SLURM_NTASKS": 16, "SLURM_LOCALID": 0}, 4),
+        (64, {"SLURM_NTASKS": 1, "SLURM_LOCALID": 0}, 12),
+        (64, {"WORLD_SIZE": 16, "LOCAL_RANK": 0}, 4),
+        (64, {"WORLD_SIZE": 4, "LOCAL_RANK": 0}, 8),
+        (64, {"LOCAL_RANK": 7}, 4),
+        (64, {"LOCAL_WORLD_SIZE": 4, "WORLD_SIZE": 32, "LOCAL_RANK": 0}, 8),
+        (64, {"LOCAL_WORLD_SIZE": 4, "SLURM_NTASKS_PER_NODE": 1, "SLURM_CPUS_ON_NODE": 128}, 8),
     ],
     ids=str,
 )
@@ -190,47 +291,186 @@ def launch(*kernels: Kernel, **constants: Any) -> None:
         launcher.launch(kernel, (1, 1, 1), (), (), constants)
 
 
-def test_a_call_compiles_its_kernels_and_processes_those_of_others(started, log, monkeypatch):
+def test_processes_compile_the_kernels_of_a_call_and_then_those_of_others(
+    started, log, monkeypatch
+):
     own, other, known = Kernel("own"), Kernel("other"), Kernel("known")
     known.compiled = True
     waited = log.awaited.append
     monkeypatch.setattr(workers.WORKERS, "wait", lambda keys: waited((keys, own.compiled)))
     launcher.compile_only(lambda: launch(own), lambda: launch(own, other, known))
-    ((key,),) = [x.keys for x in started]
+    (process,) = started
     (own_key,) = log.marked
-    assert (own.compiled, other.compiled, key != own_key) == (True, False, True)
+    (own_keys, own_nice, _), (other_keys, other_nice, _) = asked(process)
+    assert (own_keys, own_nice, other_nice) == ([own_key], 0, workers.NICE)
+    assert len(other_keys) == 1
+    assert other_keys != own_keys
+    assert (own.compiled, other.compiled) == (True, False)
     assert log.awaited == [({own_key}, False)], "it waits before it compiles"
     assert knobs.runtime.jit_cache_hook is None
 
 
-def test_a_process_gives_way_to_others(monkeypatch):
-    found = []
-    job = {"path": sys.path, "target": ("cuda", 90, 32), "kernels": []}
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(job) + "\n"))
-    monkeypatch.setattr(compile_worker.os, "nice", found.append)
-    monkeypatch.setattr(compile_worker, "_skip_packages", lambda root: None)
+# Runs the server of compile_worker.py with a function that compiles nothing.
+SERVER = """
+import os, runpy, sys, time
+worker = runpy.run_path(sys.argv[1])
+
+def compile(job):
+    kind = job["data"]
+    if kind == "fail":
+        raise MemoryError("of a kernel")
+    if kind == "die":
+        os.kill(os.getpid(), 9)
+    with open("log", "a", buffering=1) as log:
+        print(job["key"], os.getpid(), file=log)
+        while kind == "wait" and not os.path.exists(job["key"]):
+            time.sleep(0.01)
+
+worker["_Server"].run.__globals__["_compile"] = compile
+with worker["_Server"](0, 1) as server:
+    server.run()
+"""
+
+
+@pytest.fixture
+def server(tmp_path):
+    command = [sys.executable, "-c", SERVER, compile_worker.__file__]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=tmp_path) as process:
+        yield SimpleNamespace(process=process, folder=tmp_path)
+        process.kill()
+
+
+def request(server, kinds: dict[str, str], nice: int = 0, most: int = 1) -> None:
+    asked = [{"key": key, "data": kind} for key, kind in kinds.items()]
+    line = json.dumps({"kernels": asked, "nice": nice, "most": most})
+    server.process.stdin.write(line.encode() + b"\n")
+    server.process.stdin.flush()
+
+
+def running(server, count: int) -> list[str]:
+    """The kernels whose processes have started, when there are so many."""
+    log, end = server.folder / "log", time.monotonic() + 60
+    while time.monotonic() < end:
+        lines = log.read_text().splitlines() if log.exists() else []
+        if len(lines) >= count:
+            return [line.split()[0] for line in lines]
+        time.sleep(0.01)
+    raise TimeoutError
+
+
+def replies(server, count: int) -> list[dict[str, str]]:
+    return [json.loads(server.process.stdout.readline()) for _ in range(count)]
+
+
+def test_kernels_that_a_call_waits_for_come_first_and_all_at_once(server):
+    request(server, dict.fromkeys("abc", "wait"), nice=10)
+    assert running(server, 1) == ["a"]
+    request(server, dict.fromkeys("xyc", "wait"))
+    assert sorted(running(server, 4)) == ["a", "c", "x", "y"]
+    for key in "axyc":
+        (server.folder / key).touch()
+    assert sorted(x["key"] for x in replies(server, 4)) == ["a", "c", "x", "y"]
+    assert running(server, 5)[-1] == "b"
+
+
+def test_errors_and_ends_of_processes_are_replies(server):
+    request(server, {"a": "fail", "b": "die", "c": "nothing"})
+    found = {x["key"]: x["error"] for x in replies(server, 3)}
+    assert found["a"].startswith("Traceback")
+    assert found["a"].endswith("MemoryError: of a kernel\n")
+    assert found["b"] == "the process ended with status -9"
+    assert found["c"] == ""
+
+
+def test_processes_end_with_the_one_that_asked_for_them(server):
+    request(server, {"a": "wait"})
+    running(server, 1)
+    process = int((server.folder / "log").read_text().split()[1])
+    server.process.stdin.close()
+    assert server.process.wait(30) == 0
+    end = time.monotonic() + 30
+    while Path(f"/proc/{process}").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{process}").exists()
+
+
+def test_the_process_ends_when_it_has_nothing_to_compile():
+    soon = 'worker["_Server"].run.__globals__["IDLE"] = 0.1\nwith worker'
+    command = [sys.executable, "-c", SERVER.replace("with worker", soon), compile_worker.__file__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        assert process.wait(30) == 0
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """A job, in a process whose niceness and environment it would change."""
+    noted: dict = {"nice": []}
+    monkeypatch.setattr(compile_worker.os, "nice", noted["nice"].append)
+    monkeypatch.setattr(compile_worker.os, "environ", noted.setdefault("environment", {"A": "1"}))
     monkeypatch.setattr(driver, "set_active", lambda active: None)
-    compile_worker.main()
-    assert found == [compile_worker.NICE]
+    monkeypatch.setattr(compile_worker, "hash_sources", lambda module: None)
+    monkeypatch.setattr(compile_worker, "mark", lambda key: noted.setdefault("marked", key))
+    kernel = SimpleNamespace(preload=lambda data: noted.setdefault("compiled", data))
+    kernel.device_caches, kernel.compile = [None], None
+    monkeypatch.setitem(sys.modules, "here", SimpleNamespace(kernel=kernel))
+    facts = {"module": "here", "name": "kernel", "data": "data", "key": "key"}
+    return noted, facts | {"nice": 10, "environment": {"B": "2"}, "target": ("cuda", 90, 32)}
+
+
+def test_a_kernel_is_compiled_with_the_niceness_and_the_variables_of_its_request(job):
+    noted, facts = job
+    compile_worker._compile(facts)
+    assert noted == {"nice": [10], "environment": {"B": "2"}, "compiled": "data", "marked": "key"}
 
 
 def test_a_score_function_is_not_sent_to_another_process(log):
-    assert workers.describe(Kernel("own"), grid=(1,), SCORE=Kernel("score")) is None
+    assert describe(Kernel("own"), grid=(1,), SCORE=Kernel("score")) is None
 
 
 def test_hooks_of_others_see_their_own_kernels(log, monkeypatch):
     seen = []
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **facts: seen.append(facts))
-    assert workers.describe(Kernel("own"), grid=(1,)) is not None
+    assert describe(Kernel("own"), grid=(1,)) is not None
     assert seen == []
     Kernel("other").warmup(grid=(1,))
     assert len(seen) == 1
 
 
+# That of a process that compiles, and that of a call until it starts this one.
+IMPORTS = {
+    "compiles": (
+        "import runpy, sys, pathlib\n"
+        "worker = runpy.run_path(sys.argv[1])\n"
+        "worker['_skip_packages'](pathlib.Path('sparseflash'))\n"
+        "for name in ('hopper', 'triton'):\n"
+        "    worker['hash_package'](f'sparseflash.backends.{name}.kernels')\n"
+        "assert 'triton' in sys.modules and 'torch' not in sys.modules"
+    ),
+    "calls": (
+        "import sys, torch\n"
+        "import sparseflash.backends.triton_common.workers, sparseflash.dispatch.compile\n"
+        "assert 'triton' not in sys.modules"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_a_process_is_started_before_triton_and_does_without_torch(name, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    command = [sys.executable, "-c", IMPORTS[name], compile_worker.__file__]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow(60)
 def test_a_process_compiles_what_a_second_mask_needs(compiler):
     reports = compiler.reports("hopper", "second", 64)
-    assert reports == [
-        {"mask": "causal", "found": False, "processes": 1},
-        {"mask": "full", "found": True, "processes": 1},
-    ]
+    assert reports == [{"mask": "causal", "found": True}, {"mask": "full", "found": True}]
+
+
+def test_an_error_in_a_kernel_reaches_the_call(compiler):
+    (report,) = compiler.reports("triton", "failing", 90)
+    assert report["error"] == "BLOCK must be 32, got 16"
+    assert "could not compile a kernel" in report["log"]
+    assert "BLOCK must be 32" in report["log"]
