@@ -296,7 +296,7 @@ def test_portable_kernels_compute_the_sums_of_a_call_of_another_backend(monkeypa
     )
     options = {"dropout_p": 0.2, "seed": 3, "dtype": torch.float16}
     check_gradients("triton", TABLE, HOLES, **options)
-    assert ran == [(False, False, False, False, False, True)]
+    assert set(ran) == {(False, False, False, False, False, True)}  # a first call also compiles
 
 
 def test_sums_are_the_same_bits_in_any_order():
