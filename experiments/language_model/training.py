@@ -69,9 +69,10 @@ class Learner(TrainingModule):
         self.seed_step(1_000_003 * self.settings.seed + self.trainer.global_step)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.losses(batch).mean()
-        self.measure(bits_per_byte=loss / log(2))
-        return loss
+        losses = self.losses(batch)
+        size = self.token_bytes[batch.long()].sum()
+        self.measure(bits_per_byte=losses.detach().sum() / (log(2) * size))
+        return losses.mean()
 
     def on_validation_epoch_start(self) -> None:
         self.nats, self.bytes = torch.zeros(2, self.context, device=self.device)

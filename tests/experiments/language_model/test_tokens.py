@@ -67,6 +67,11 @@ def test_bits_are_counted_by_the_bytes_of_tokens(folders):
     size = np.array(books.token_bytes)[torch.cat([b.long() for b in batches]).numpy()].sum()
     wanted = float(nats) / log(2) / size
     assert found["validation/bits_per_byte"] == pytest.approx(wanted, rel=1e-5)
+    for batch in batches:  # those of training, too
+        learner.training_step(batch, 0)
+        size = np.array(books.token_bytes)[batch.long().numpy()].sum()
+        wanted = learner.losses(batch).sum().item() / log(2) / size
+        assert float(learner.measured["train/bits_per_byte"]) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_commands(folders, tmp_path):
