@@ -107,7 +107,10 @@ def not_measured(skipped: list[list[str]], found: dict[tuple[str, str], Line]) -
             where = f" at {', '.join(f'{n:,}' for n in lengths)} tokens"
         else:
             where = f" from {min(lengths):,} tokens on" * (min(lengths) > shortest)
-        rows.append(f"- {NAMES.get(name, name)}{where}: {reason.removeprefix(f'{name} ')}.")
+        for prefix in (f"{name} ", f"{name}: "):
+            reason = reason.removeprefix(prefix)
+        reason = reason.partition(": pip")[0]  # how to install it
+        rows.append(f"- {NAMES.get(name, name)}{where}: {reason}.")
     return "\n".join(["Not measured:", "", *rows]) if rows else ""
 
 

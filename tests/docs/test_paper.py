@@ -110,7 +110,11 @@ def test_a_record_of_packages_has_tables_of_its_own(paper, tmp_path):
     saved.skipped = [
         ["bigbird", "full at N = 512", "bigbird needs at least 768 tokens, got 512"],
         ["bigbird", "full at N = 2048", "CUDA out of memory. Tried to allocate 64.00 GiB."],
-        ["routing", "full at N = 512", "routing_transformer is not installed"],
+        [
+            "routing",
+            "full at N = 512",
+            "routing: routing_transformer is not installed: pip install x",
+        ],
         ["longformer", "full at N = 512", "longformer needs a multiple of 128 tokens, got 512"],
         ["longformer", "full at N = 1024", "longformer needs a multiple of 128 tokens, got 1024"],
     ]
