@@ -215,7 +215,7 @@ def test_cudnn_has_no_lists_of_other_masks(mask, options, message):
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("strip", [200, 1 << 22])
 def test_cudnn_intervals(name, strip, shape, monkeypatch):
-    monkeypatch.setattr(interop.cudnn, "STRIP", strip)
+    monkeypatch.setattr("masks.interop.cudnn.STRIP", strip)
     mask = MASKS[name](*shape)
     intervals = interop.to_cudnn_intervals(mask)
     assert intervals.shape[1] % 2 == 1
