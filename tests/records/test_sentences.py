@@ -203,6 +203,12 @@ def test_language_models_with_longer_contexts():
     assert speed_up("mid-16k") > 2
     told = "The middle pattern is within 1 % of dense attention at twice its throughput"
     assert told in text
+    assert 1 < bits["dense-4k"] / bits["dense-16k"] < 1.01
+    assert "with dense attention 16K is less than 1 % better than 4K" in text
+    assert abs(bits["dense-4k"] / bits["mid-16k"] - 1) < 0.005
+    own = records["nvidia-h200"]["runs"]
+    assert own["mid-16k"]["bytes_per_second"] > own["dense-4k"]["bytes_per_second"]
+    assert "it is as good as dense attention with 4K, to 0.5 %, and faster" in text
     assert bits["narrow-16k"] < bits["narrow-64k"] < bits["dense-1k"]
     assert "better than 1K, but not better than itself with 16K" in text
     assert 0.99 * bits["dense-1k"] < bits["hybrid-16k"] < bits["dense-1k"]
@@ -219,6 +225,21 @@ def test_language_models_with_longer_contexts():
     two = [runs["dense-16k", device]["bits_per_byte"] for device in records]
     ended = 100 * (max(two) / min(two) - 1)
     assert f"to two dense runs with 16K that are {ended:.1f} % apart at the end" in text
+
+
+def test_language_models_of_tokens():
+    runs = read("language-model-25m-warm-up-tokens")["runs"]
+    short, long = (runs[name] for name in ("dense-1k", "dense-16k"))
+    last = common_seconds((short, long))
+    assert last is not None
+    after_equal_times = [bits_at(run, last) or 0 for run in (short, long)]
+    assert short["bits_per_byte"] < long["bits_per_byte"]
+    assert after_equal_times[0] < after_equal_times[1]
+    size = long["step_bytes"] / long["step_tokens"] * long["model"]["context"]
+    told = f"16K tokens of context, some {size / 1e3:.0f} KB, are worse than 1K tokens with dense"
+    assert told in words(PAPER)
+    steps = long["steps"] - long["short_steps"]
+    assert f"Only {steps} of {long['steps']:,} steps read 16K tokens" in words(PAPER)
 
 
 def at_1k(run: dict) -> float:
