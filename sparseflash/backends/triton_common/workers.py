@@ -63,12 +63,21 @@ class Workers:
     """
 
     def __init__(self):
-        self._lock = Lock()
+        self._lock, self._is_prepared = Lock(), False
         self._process: subprocess.Popen | None = None
         self._compilations: dict[str, _Compilation] = {}  # by the keys of their kernels
 
     def prepare(self, *packages: str) -> None:
-        """Starts the process, which imports these packages of kernels, unless it runs."""
+        """Starts the process before the first request, and lets it import packages of kernels.
+
+        Later calls do nothing: most need no kernel that is not compiled, and if one does, its
+        request starts the process unless it runs.
+        """
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._run(*packages)
+
+    def _run(self, *packages: str) -> None:
         # If the system has no more processes, calls compile what they need.
         with self._lock, suppress(OSError):
             if self._process is not None or not number_of_workers():
@@ -90,7 +99,7 @@ class Workers:
         with suppress(OSError):
             new = [x for x in kernels.values() if self._is_new(x.key, waits)]
             if new:
-                self.prepare(new[0].module.rpartition(".")[0])
+                self._run(new[0].module.rpartition(".")[0])
                 self._ask_for(new, waits)
 
     def _ask_for(self, kernels: list[Description], waits: bool) -> None:

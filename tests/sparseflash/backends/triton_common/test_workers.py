@@ -101,6 +101,21 @@ def test_one_process_is_asked_once_for_each_kernel(started):
     assert process.terminated
 
 
+def test_a_process_is_started_for_new_kernels_or_before_the_first_call(started):
+    """Not for calls of other lengths, whose kernels are known."""
+    found = workers.WORKERS
+    found.start(kernels("marked"), waits=True)
+    assert started == []
+    found.prepare("first")
+    started[0].replies.close()
+    while found._process is not None:
+        time.sleep(0.01)
+    found.prepare("first")
+    assert len(started) == 1
+    found.start(kernels("a"))
+    assert started[1].packages == ("package",)
+
+
 def test_a_call_waits_for_its_kernels_only(started):
     found = workers.WORKERS
     found.start(kernels("a"), waits=True)
