@@ -70,10 +70,12 @@ def _calls_of_other_masks(call: Call) -> Iterator[Call]:
     """The call with tables for which other kernels may be compiled.
 
     A kernel is for masks with or without partial blocks, and for a static or a dynamic tile
-    scheduler.
+    scheduler. Those that differ from the call in partial blocks are first, and of these those with
+    rows of unequal lengths: there may be more kernels than processes.
     """
     plan = call.plan
-    for partial, balanced in product((True, False), repeat=2):
+    of_call = plan.table.by_query.has_partial
+    for partial, balanced in product((not of_call, of_call), (False, True)):
         parts = {
             name: part and replace(part, table=_table_like(part.table, partial, balanced))
             for name, part in _parts(plan).items()

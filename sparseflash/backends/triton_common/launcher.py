@@ -202,7 +202,7 @@ def compile_only(run: Callable[[], object], other: Callable[[], object] | None =
                 if other is not None:
                     _COMPILATION.set(others := _Descriptions(driver))
                     other()
-                    workers.WORKERS.start({key: others[key] for key in others.keys() - own.keys()})
+                    workers.WORKERS.start({key: x for key, x in others.items() if key not in own})
                 workers.WORKERS.wait({*own})
             hashed.result()
             compilation = _Compilation(pool, driver)

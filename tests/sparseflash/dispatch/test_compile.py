@@ -98,7 +98,8 @@ def test_calls_of_other_masks_need_every_kernel_that_a_mask_decides(pattern, det
     query = torch.empty(1, 2, 4096, 64, dtype=torch.float16)
     spec = spec_of(query, query, mask, deterministic=deterministic)
     call = Call(make_plan(spec, hopper, None, mask))
-    found = set()
+    found, first = set(), next(compilation._calls_of_other_masks(call)).plan.table.by_query
+    assert (first.has_partial, first.max_blocks) == (not call.table.by_query.has_partial, None)
     for other in compilation._calls_of_other_masks(call):
         table = other.table
         directions = table.by_query, table.by_key

@@ -310,16 +310,17 @@ def test_processes_compile_the_kernels_of_a_call_and_then_those_of_others(
     started, log, monkeypatch
 ):
     own, other, known = Kernel("own"), Kernel("other"), Kernel("known")
+    more = [Kernel(f"more {i}") for i in range(9)]
     known.compiled = True
     waited = log.awaited.append
     monkeypatch.setattr(workers.WORKERS, "wait", lambda keys: waited((keys, own.compiled)))
-    launcher.compile_only(lambda: launch(own), lambda: launch(own, other, known))
+    launcher.compile_only(lambda: launch(own), lambda: launch(own, other, known, *more))
     (process,) = started
     (own_key,) = log.marked
     (own_keys, own_nice, _), (other_keys, other_nice, _) = asked(process)
     assert (own_keys, own_nice, other_nice) == ([own_key], 0, workers.NICE)
-    assert len(other_keys) == 1
-    assert other_keys != own_keys
+    expected = [x and x.key for x in (describe(kernel, grid=(1,)) for kernel in (other, *more))]
+    assert other_keys == expected, "in the order in which they are launched"
     assert (own.compiled, other.compiled) == (True, False)
     assert log.awaited == [({own_key}, False)], "it waits before it compiles"
     assert knobs.runtime.jit_cache_hook is None
