@@ -354,7 +354,11 @@ def server(tmp_path):
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=tmp_path) as process:
         yield SimpleNamespace(process=process, folder=tmp_path)
-        process.kill()
+        process.stdin.close()  # ends those that it has forked, too; to kill it would not
+        try:
+            process.wait(30)
+        finally:
+            process.kill()
 
 
 def request(server, kinds: dict[str, str], nice: int = 0, most: int = 1) -> None:
