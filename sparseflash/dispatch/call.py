@@ -271,6 +271,18 @@ class Call:
         """The lookup table that the backend reads."""
         return self.plan.table
 
+    def with_memory(
+        self,
+        more: tuple[Tensor, Tensor] | None,
+        results: tuple[Tensor, Tensor] | None = None,
+        max_logits: Tensor | None = None,
+        gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = NO_MEMORY,
+        shared: list[Tensor] | None = None,
+    ) -> "Call":
+        """The same call with this memory, in less time than dataclasses.replace takes."""
+        same = (self.plan, self.key_lengths, self.seed, self.bias, self.positions)
+        return Call(*same, max_logits, self.score_tensors, more, results, gradients, shared)
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of checked tensors; see Backend.forward."""
         if self._needs_device_switch():

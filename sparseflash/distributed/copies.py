@@ -180,19 +180,18 @@ class _Copied(Exchange):
 
     def _take(self) -> None:
         """Takes a buffer for the rows that the rank with most of them sends or receives."""
-        of_ranks = self._rows_of_a_buffer()
-        nbytes = max(of_ranks) * self._elements * self._like.element_size()
+        nbytes = self._most_rows() * self._elements * self._like.element_size()
         self._buffer = self._memory.take(self._group, nbytes)
 
     @abstractmethod
-    def _rows_of_a_buffer(self) -> list[int]:
-        """The number of rows in the buffer of each rank."""
+    def _most_rows(self) -> int:
+        """The number of rows in the buffer of the rank that has most."""
 
     def _part(self, rank: int, first: int, count: int) -> Tensor:
         """Some rows in the buffer of a rank."""
         size = self._elements * self._like.element_size()
         memory = self._buffer.of_ranks[rank][first * size : (first + count) * size]
-        return memory.view(self._like.dtype).unflatten(0, (count, self._elements))
+        return memory.view(self._like.dtype).view(count, self._elements)
 
     def _others(self) -> list[int]:
         """The other ranks from the next one on, so that not all use the same one at a time."""
@@ -208,8 +207,8 @@ class _Pulled(_Copied):
         self._take()
         self.rows = self._part(self._splits.rank, 0, sum(self._splits.send))
 
-    def _rows_of_a_buffer(self) -> list[int]:
-        return [sum(of_sender) for of_sender in self._splits.counts]
+    def _most_rows(self) -> int:
+        return self._splits.most_sent
 
     def start(self) -> None:
         splits = self._splits
@@ -240,8 +239,8 @@ class _Pushed(_Copied):
         super().__init__(*arguments)
         self.rows = self._like.new_empty(sum(self._splits.send), self._elements)
 
-    def _rows_of_a_buffer(self) -> list[int]:
-        return [sum(of_receiver) for of_receiver in self._splits.back.counts]
+    def _most_rows(self) -> int:
+        return self._splits.back.most_sent
 
     def start(self) -> None:
         self._take()

@@ -3,14 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-class Splits(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Splits:
     """How many rows each rank sends to each other one in an all-to-all.
 
     Attributes:
@@ -22,17 +25,22 @@ class Splits(NamedTuple):
     rank: int
     counts: list[list[int]]
 
-    @property
+    @cached_property
     def send(self) -> list[int]:
         """The number of rows that this rank sends to each rank."""
         return self.counts[self.rank]
 
-    @property
+    @cached_property
     def receive(self) -> list[int]:
         """The number of rows that this rank receives from each rank."""
         return [of_sender[self.rank] for of_sender in self.counts]
 
-    @property
+    @cached_property
+    def most_sent(self) -> int:
+        """The number of rows that the rank sends that sends most."""
+        return max(map(sum, self.counts))
+
+    @cached_property
     def back(self) -> "Splits":
         """Those of an all-to-all that returns every row to its sender."""
         return Splits(self.rank, [list(each) for each in zip(*self.counts, strict=True)])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sparseflash.distributed.part import Step, count
+from sparseflash.distributed.part import Heads, Round, Step, count
 from sparseflash.distributed.prepare import Prepared
 from sparseflash.merge import add_both_in_place, add_in_place, copy_both_in_place, copy_in_place
 
@@ -19,13 +19,19 @@ Both = tuple[Tensor, Tensor]  # keys and values (batch, heads, tokens, dims), or
 
 
 class Fetch:
-    """The keys and values that a step attends; the constructor starts the exchange."""
+    """The keys and values that a step attends; the constructor starts the exchange.
 
-    def __init__(self, prepared: Prepared, key: Tensor, value: Tensor, step: Step):
-        each = self._round = step.round
-        own = self._own = _of_heads(key, value, step)
+    Args:
+        prepared: The call.
+        own: Own keys and values of the heads of the step.
+        each: The round of the step.
+    """
+
+    def __init__(self, prepared: Prepared, own: Both, each: Round):
+        self._round, self._own = each, own
         elements = _elements_of_a_row(own)
-        self._exchange = prepared.transport.pulled(each.splits, key, elements, "keys and values")
+        like, what = own[0], "keys and values"
+        self._exchange = prepared.transport.pulled(each.splits, like, elements, what)
         copy_both_in_place(_views(self._exchange.rows, own), own, EVERY, each.packed)
         self._exchange.start()
 
@@ -46,19 +52,23 @@ class Fetch:
 class Return:
     """The gradients of the keys and values that a step received, on their way to the owners.
 
+    Args:
+        prepared: The call.
+        own: Keys and values like those of the step: of its heads, with any number of tokens.
+        step: The step.
+
     Attributes:
         gradients: The memory from which they are sent, to which a call writes them; None if they
             must be packed.
     """
 
-    def __init__(self, prepared: Prepared, step: Step):
-        self._step, self._likes = step, _of_heads(prepared.key, prepared.value, step)
-        like, elements = self._likes[0], _elements_of_a_row(self._likes)
+    def __init__(self, prepared: Prepared, own: Both, step: Step):
+        self._step, self._likes = step, own
+        like, elements = own[0], _elements_of_a_row(own)
         splits, what = step.round.splits.back, "gradients of keys and values"
         self._exchange = prepared.transport.pushed(splits, like, elements, what)
-        self.gradients = None
-        if step.round.arrives_in_order:
-            self.gradients = _views(self._exchange.rows, self._likes)
+        self._sent = _views(self._exchange.rows, own)
+        self.gradients = self._sent if step.round.arrives_in_order else None
 
     def send(self, grads: Sequence[Tensor | None] | None = None) -> None:
         """Sends the gradients of the attended keys and values.
@@ -66,7 +76,7 @@ class Return:
         Args:
             grads: One for each, None for zeros. By default they are those in `gradients`.
         """
-        each, sent = self._step.round, _views(self._exchange.rows, self._likes)
+        each, sent = self._step.round, self._sent
         key, value = grads = sent if grads is None else grads
         if self.gradients is None and key is not None and value is not None:
             copy_both_in_place(sent, (key, value), EVERY, each.received_at)
@@ -77,7 +87,7 @@ class Return:
                 elif self.gradients is None:
                     copy_in_place(memory, grad, EVERY, each.received_at)
         self._exchange.start()
-        del self.gradients  # the memory is freed when it has been sent
+        del self.gradients, self._sent  # the memory is freed when it has been sent
 
     def add_to(self, *totals: Tensor | None) -> None:
         """Adds the received gradients to those of own keys and values, which have all heads."""
@@ -89,10 +99,12 @@ class Return:
 
         It adds rank by rank: a token may have been sent to several.
         """
-        each = self._step.round
+        each, some = self._step.round, [x for x in of_heads if x is not None]
         parts = self._exchange.wait().split(each.splits.send)
-        for rows, tokens in zip(parts, each.send, strict=True):
-            both, some = _views(rows, self._likes), [x for x in of_heads if x is not None]
+        for rows, tokens, number in zip(parts, each.send, each.splits.send, strict=True):
+            if not number:  # as of this rank itself
+                continue
+            both = _views(rows, self._likes)
             if len(some) == 2:
                 add_both_in_place(some, both, tokens)
                 continue
@@ -102,10 +114,10 @@ class Return:
         self._exchange.release()
 
 
-def _of_heads(key: Tensor, value: Tensor, step: Step) -> Both:
-    """The keys and values of the heads of a step."""
-    of_step = step.heads.of(key.shape[1])
-    return key[:, of_step], value[:, of_step]
+def of_heads(key: Tensor, value: Tensor, heads: Heads) -> Both:
+    """Some heads of keys and values."""
+    chosen = heads.of(key.shape[1])
+    return key[:, chosen], value[:, chosen]
 
 
 def _empty_rows(likes: Both, tokens: int) -> Tensor:
@@ -120,12 +132,12 @@ def _elements_of_a_row(likes: Both) -> int:
 
 def _views(rows: Tensor, likes: Both) -> Both:
     """The keys and the values of such rows: views (batch, heads, tokens, dims)."""
-    views, first = [], rows.storage_offset()
+    views, first, (tokens, elements) = [], rows.storage_offset(), rows.shape
     for x in likes:
         batch, heads, _, dims = x.shape
         # One call of torch: with many groups of heads the host limits the speed.
-        strides = (heads * dims, dims, rows.stride(0), 1)
-        views.append(rows.as_strided((batch, heads, len(rows), dims), strides, first))
+        strides = (heads * dims, dims, elements, 1)
+        views.append(rows.as_strided((batch, heads, tokens, dims), strides, first))
         first += batch * heads * dims
     key, value = views
     return key, value

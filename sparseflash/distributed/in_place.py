@@ -7,11 +7,15 @@ those of two groups are in memory at most:
     forward     all ready rows, then for each group: its waiting rows
     backward    for each group: dQ, dK and dV of received keys, dK and dV of own keys; the
                 gradients that other ranks send meanwhile are added to those of own keys
+
+With many groups the host limits the speed. So what all groups have in common, views of their
+heads, is made once for a pass.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -20,6 +24,8 @@ from sparseflash.distributed.fetch import Fetch, Return
 from sparseflash.distributed.part import Heads, Step, in_chunks, repeated
 from sparseflash.distributed.prepare import InPlaceCalls, Prepared, write_results_of_no_key
 from sparseflash.distributed.shared_rows import SharedForward
+
+MaybeTensor = TypeVar("MaybeTensor", bound=Tensor | None)
 
 
 def forward_in_place(
@@ -32,42 +38,44 @@ def forward_in_place(
     (query, key, value), masks = inputs, prepared.part.in_place
     assert masks is not None, "the split is in place"
     steps, at_once = prepared.part.steps, not prepared.plan.fetches_again
-    fetches = deque(Fetch(prepared, key, value, x) for x in (steps if at_once else steps[:1]))
+    own = _of_steps(steps, *inputs)
+
+    def fetch(number: int) -> Fetch:
+        return Fetch(prepared, (own[number][1], own[number][2]), steps[number].round)
+
+    fetches = deque(map(fetch, range(len(steps) if at_once else min(len(steps), 1))))
     results = prepared.empty_results(_unwritten(query, value))
     if masks.has_empty_rows:
         write_results_of_no_key(results)
     if calls.ready is not None:
-        _writing_to(results, calls.ready).forward(query, key, value)
+        _write(calls.ready, inputs, results)
     if shared is not None:
         shared.attend(key, value)
     saved: list[list[Tensor]] = []
-    for number, step in enumerate(steps):
+    for number, each in enumerate(_of_steps(steps, *results) if steps else ()):
         fetched = fetches.popleft().wait()
         if not at_once and number + 1 < len(steps):
-            fetches.append(Fetch(prepared, key, value, steps[number + 1]))
+            fetches.append(fetch(number + 1))
         if calls.waiting is not None:
-            _write_waiting_rows(calls.waiting, step.heads, inputs, fetched, results)
+            _write(calls.waiting, own[number], each, (fetched[0], fetched[1]))
         saved += [fetched] if at_once else []
         del fetched  # before those of the next group arrive
     return results, saved
 
 
-def _write_waiting_rows(
+def _write(
     call: Call,
-    heads: Heads,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    fetched: Sequence[Tensor],
+    inputs: tuple[Tensor, ...],
     results: tuple[Tensor, ...],
+    more: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Writes the results of the waiting rows of a group of heads."""
-    call = replace(_writing_to(_of_heads(heads, *results), call), more=(fetched[0], fetched[1]))
-    call.forward(*_of_heads(heads, *inputs))
+    """Writes out, lse and, if there are any, maximum logits of query, key and value.
 
-
-def _writing_to(results: tuple[Tensor, ...], call: Call) -> Call:
-    """The call that writes to out, lse and, if there are any, maximum logits."""
-    out, lse, *max_logits = results
-    return replace(call, results=(out, lse), max_logits=max_logits[0] if max_logits else None)
+    more: as in Call
+    """
+    (query, key, value), (out, lse, *max_logits) = inputs, results
+    call = call.with_memory(more, (out, lse), max_logits[0] if max_logits else None)
+    call.forward(query, key, value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,13 +92,6 @@ class _Group:
     grad_out: Tensor | None
     grad_lse: Tensor | None
     shared: list[Tensor] = field(default_factory=list)
-
-    def of(self, heads: Heads) -> "_Group":
-        """Some of the heads."""
-        grad_out, grad_lse = (
-            None if x is None else _of_heads(heads, x)[0] for x in (self.grad_out, self.grad_lse)
-        )
-        return _Group(_of_heads(heads, *self.saved), grad_out, grad_lse)
 
     def write_gradients(
         self,
@@ -114,7 +115,7 @@ class _Group:
         elif any(x is not None for x in memory):
             inputs = (self.saved[0], *(received or self.saved[1:3]))
             needs = (*(x is not None for x in memory), False, False, False)
-            call = replace(call, more=more, shared=self.shared, gradients=(query, key, value))
+            call = call.with_memory(more, gradients=(query, key, value), shared=self.shared)
             call.backward(self.grad_out, self.grad_lse, (*inputs, *self.saved[3:]), needs)
 
 
@@ -140,12 +141,15 @@ class BackwardInPlace:
         fetched: list[list[Tensor]] | None,
         widened: Callable[[int, Tensor], Tensor],
     ):
-        self._prepared, self._calls, self._fetched = prepared, calls, fetched
+        self._prepared, self._fetched, self._of_keys = prepared, fetched, needs[1:]
         self._steps, self._widened = prepared.part.steps, widened
-        self._all_heads, self._of_keys = _Group(saved, *grads), needs[1:]
+        self._calls = calls
         self._grads = [
             _unwritten(x, x) if needed else None for x, needed in zip(saved, needs, strict=False)
         ]
+        self._own = _of_steps(self._steps, *saved)
+        self._of_results = _of_steps(self._steps, *grads)
+        self._of_inputs = _of_steps(self._steps, *self._grads)
 
     def run(self) -> tuple[list[Tensor | None], "deque[Return]"]:
         """The gradients of query, key and value, and those that have to be added to them.
@@ -155,14 +159,15 @@ class BackwardInPlace:
         """
         returning, limited = deque[Return](), self._prepared.plan.fetches_again
         if not self._steps:  # nothing is exchanged
-            self._write_of_queries(self._all_heads, self._grads, [])
-            self._write_of_own_keys(self._all_heads, self._grads)
+            group = self._group(0)
+            self._write_of_queries(group, self._grads, [])
+            self._write_of_own_keys(group, self._grads)
             return self._grads, returning
         both = self._keys_of(0, self._fetch(0))
         for number, step in enumerate(self._steps):
             coming = self._fetch(number + 1)
-            group = self._all_heads.of(step.heads)
-            grads = [None if x is None else _of_heads(step.heads, x)[0] for x in self._grads]
+            group = self._group(number)
+            grads = self._of_inputs[number]
             self._write_of_queries(group, grads, both)
             # What is sent for the next group is freed before there are gradients to send.
             following = self._keys_of(number + 1, coming)
@@ -179,12 +184,16 @@ class BackwardInPlace:
                 returning.append(returned)
         return self._grads, returning
 
+    def _group(self, number: int) -> _Group:
+        grad_out, grad_lse = self._of_results[number]
+        return _Group(self._own[number], grad_out, grad_lse)
+
     def _fetch(self, number: int) -> Fetch | None:
         """Starts to fetch the keys and values of a step again, if they are and if there is one."""
         if self._fetched is not None or number == len(self._steps):
             return None
-        _, key, value, *_ = self._all_heads.saved
-        return Fetch(self._prepared, key, value, self._steps[number])
+        _, key, value, *_ = self._own[number]
+        return Fetch(self._prepared, (key, value), self._steps[number].round)
 
     def _keys_of(self, number: int, coming: Fetch | None) -> list[Tensor]:
         """The keys and values of a step; an empty list if there is none."""
@@ -205,7 +214,8 @@ class BackwardInPlace:
 
     def _returned(self, group: _Group, step: Step, both: Sequence[Tensor]) -> Return:
         """The gradients of received keys and values, to be sent."""
-        returned = Return(self._prepared, step)
+        _, key, value, *_ = group.saved
+        returned = Return(self._prepared, (key, value), step)
         memory, heavy = returned.gradients, self._calls.heavy
         assert memory is not None, "received keys are attended in the order of their arrival"
         needed = [x if each else None for x, each in zip(memory, self._of_keys, strict=True)]
@@ -265,6 +275,11 @@ def _unwritten(like: Tensor, dims_of: Tensor) -> Tensor:
     return empty_out(like, dims_of)
 
 
-def _of_heads(heads: Heads, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Some heads of tensors (batch, heads, ...), each of which has its own number of them."""
-    return tuple(x[:, heads.of(x.shape[1])] for x in tensors)
+def _of_steps(steps: Sequence[Step], *tensors: MaybeTensor) -> list[tuple[MaybeTensor, ...]]:
+    """The heads of each step of tensors (batch, heads, ...); all heads if there are no steps.
+
+    There is a step for each group of heads.
+    """
+    groups = max(len(steps), 1)
+    each = ((x,) * groups if x is None else Heads.of_each(x, groups) for x in tensors)
+    return [*zip(*each, strict=True)]

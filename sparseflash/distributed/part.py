@@ -49,6 +49,12 @@ class Heads(NamedTuple):
             return slice(None)
         return slice(*(count * i // self.groups for i in (self.number, self.number + 1)))
 
+    @staticmethod
+    def of_each(tensor: Tensor, groups: int) -> tuple[Tensor, ...]:
+        """Views of the heads of each of `groups` groups, in one call of torch."""
+        heads = tensor.shape[1]
+        return (tensor,) * groups if heads == 1 else tensor.split(heads // groups, 1)
+
 
 @dataclass(frozen=True, eq=False)
 class Round:

@@ -34,7 +34,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 from sparseflash.dispatch.autograd import plain
 from sparseflash.dispatch.call import Call
-from sparseflash.distributed.fetch import EVERY, Fetch, Return
+from sparseflash.distributed.fetch import EVERY, Fetch, Return, of_heads
 from sparseflash.distributed.in_place import BackwardInPlace, forward_in_place
 from sparseflash.distributed.part import Heads, Step, Tokens, count
 from sparseflash.distributed.prepare import InPlaceCalls, Prepared, write_results_of_no_key
@@ -104,7 +104,7 @@ def _forward(
 ) -> tuple[Results, list[Call | None], list[list[Tensor]]]:
     """(results, call of each step or None, keys and values of each step if they are saved)"""
     steps, at_once = prepared.part.steps, not prepared.plan.fetches_again
-    fetches = deque(Fetch(prepared, key, value, x) for x in (steps if at_once else steps[:1]))
+    fetches = deque(_fetch(prepared, key, value, x) for x in (steps if at_once else steps[:1]))
     whole = _own_part(prepared, query, key, value)
     if shared is not None:
         shared.attend(key, value)
@@ -115,7 +115,7 @@ def _forward(
     for number, step in enumerate(steps):
         fetched = fetches.popleft().wait()
         if not at_once and number + 1 < len(steps):
-            fetches.append(Fetch(prepared, key, value, steps[number + 1]))
+            fetches.append(_fetch(prepared, key, value, steps[number + 1]))
         call, result = _fetched_part(prepared, step, fetched, query)
         calls.append(call)
         saved += [fetched] if at_once else []
@@ -126,6 +126,11 @@ def _forward(
         del result  # not beside that of the next step
     assert whole is not None, "a row that nothing computes is in the own part"
     return (whole[0].to(query.dtype), *whole[1:]), calls, saved
+
+
+def _fetch(prepared: Prepared, key: Tensor, value: Tensor, step: Step) -> Fetch:
+    """Starts to fetch the keys and values of the heads of a step."""
+    return Fetch(prepared, of_heads(key, value, step.heads), step.round)
 
 
 def _own_part(prepared: Prepared, query: Tensor, key: Tensor, value: Tensor) -> Results | None:
@@ -267,9 +272,7 @@ class _Backward:
         if not own_last:
             self._add_own()
         for number, both in enumerate(fetched):
-            returned = (
-                Return(self._prepared, self._steps[number]) if any(self._needs[1:3]) else None
-            )
+            returned = self._return(number) if any(self._needs[1:3]) else None
             grads = self._grads_of_step(number, both, returned)
             both.clear()  # now, and not when the pass has ended
             if returned is not None:
@@ -314,7 +317,11 @@ class _Backward:
         return self._query, self._key, self._value, *extras
 
     def _fetch(self, number: int) -> Fetch:
-        return Fetch(self._prepared, self._key, self._value, self._steps[number])
+        return _fetch(self._prepared, self._key, self._value, self._steps[number])
+
+    def _return(self, number: int) -> Return:
+        prepared, step = self._prepared, self._steps[number]
+        return Return(prepared, of_heads(prepared.key, prepared.value, step.heads), step)
 
     def _add_own(self) -> None:
         prepared = self._prepared

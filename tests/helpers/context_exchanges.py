@@ -20,6 +20,7 @@ from tests.helpers.context_calls import (
     inputs,
     mask_of,
     masks_of,
+    plan_in_groups,
     plan_of,
 )
 from tests.helpers.in_place import in_place_on_cpus
@@ -102,6 +103,25 @@ def bytes_copied(rank: int, mask_name: str, strategy: str, split: str) -> tuple[
         out.sum().backward()
     report = plan.report(KV_HEADS, DIMS, torch.float64, BATCH, HEADS, value_dim)
     return forward, report.copied_bytes[rank], copied[0] - forward
+
+
+def rows_added(rank: int) -> tuple[list[int], list[int]]:
+    """The numbers of tokens whose gradients are added in each launch, and those that each other
+    rank receives from this one, for each group of heads.
+    """
+    found, add = [], fetch.add_both_in_place
+
+    def noted(totals, parts, rows):
+        found.append(parts[0].shape[2])
+        add(totals, parts, rows)
+
+    plan = plan_in_groups("butterfly", "contiguous", (), 2)
+    given = [x[:1] for x in inputs(torch.float64, DIMS, WHOLE)[:3]]
+    own = [plan.shard(x, rank, 2).requires_grad_() for x in given]
+    with in_place_on_cpus(), mock.patch.object(fetch, "add_both_in_place", noted):
+        context_parallel_attention(*own, plan).sum().backward()
+    received = plan.traffic()[:, rank].tolist()
+    return found, [n for n in received if n] * plan.head_groups(KV_HEADS)
 
 
 def tables_made(rank: int, split: str) -> list[int]:

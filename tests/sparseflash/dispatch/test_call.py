@@ -2,8 +2,10 @@
 
 import random
 import sys
+from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from masks.registry import MAX_ENTRIES
 from sparseflash import backends
 from sparseflash.arguments import _RANGES, MAX_VIEWS, lengths_in_range
 from sparseflash.backends import cpu
-from sparseflash.dispatch.call import Call, Positions, empty_like
+from sparseflash.dispatch.call import NO_MEMORY, Call, Positions, empty_like
 from sparseflash.dispatch.plan import _compiled, find_plan, fixed_block_sizes
 from sparseflash.dispatch.spec import CallFacts
 from sparseflash.nn import SparseAttention
@@ -262,6 +264,18 @@ def test_positions_that_a_graph_made_are_made_again_for_other_calls(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert positions.of_blocks()[:3].tolist() == [100, 8, 4]
     assert positions.of_blocks() is positions.of_blocks()
+
+
+def test_a_call_with_other_memory_is_the_same_call():
+    names = [each.name for each in fields(Call)]
+    call = Call(*(object() for _ in names))  # pyright: ignore[reportArgumentType]
+    others = ("more", "results", "max_logits", "gradients", "shared")
+    memory: dict[str, Any] = {name: object() for name in others}
+    found = call.with_memory(**memory)
+    for name in names:
+        expected = memory.get(name, getattr(call, name))
+        assert getattr(found, name) is expected, name
+    assert call.with_memory(None).gradients is NO_MEMORY
 
 
 @pytest.fixture

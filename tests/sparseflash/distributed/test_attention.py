@@ -400,6 +400,12 @@ def test_gradients_are_sent_from_where_they_are_written(ranks):
     assert all(packed == 0 < sent for sent, _, packed in answers), answers
 
 
+def test_gradients_are_added_of_ranks_that_return_any(ranks):
+    """A rank returns none to itself, and each launch takes time of the host."""
+    for found, expected in ranks.run(exchanges.rows_added):
+        assert found == expected
+
+
 @pytest.mark.slow(10)
 def test_layers_around_it_are_compiled(two_ranks):
     """It breaks the graph: what stands before a call and after it is compiled, once."""
