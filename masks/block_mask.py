@@ -460,7 +460,11 @@ class BlockMask(OnGrid, Caching, Handled):
         return len(difference.full.begin) == 0 and len(difference.partial) == 0
 
     def __hash__(self) -> int:
-        return hash((self.grid, self.num_heads, self.nnz_blocks))
+        return hash((self.grid, self._hash_of_pairs))
+
+    @cached_property
+    def _hash_of_pairs(self) -> int:
+        return self.block_set.hash_of_pairs()
 
     def __repr__(self) -> str:
         return (

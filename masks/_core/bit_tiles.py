@@ -74,7 +74,7 @@ def deduplicate(rows: Tensor) -> tuple[Tensor, Tensor]:
     if len(rows) == 0:
         return rows, torch.zeros(0, dtype=torch.int64, device=rows.device)
     flat = rows.flatten(1)
-    _, inverse = torch.unique(_hash(flat), return_inverse=True)
+    _, inverse = torch.unique(hash_rows(flat), return_inverse=True)
     count = int(inverse.max()) + 1
     first_row = torch.full((count,), len(flat), dtype=torch.int64, device=rows.device)
     positions = torch.arange(len(flat), device=rows.device)
@@ -106,7 +106,7 @@ def unique_codes(codes: Tensor, limit: int) -> tuple[Tensor, Tensor]:
     return present.nonzero().flatten(), (present.cumsum(0) - 1)[codes]
 
 
-def _hash(flat: Tensor) -> Tensor:
+def hash_rows(flat: Tensor) -> Tensor:
     """A 64-bit hash of each row: the sum of its words times odd numbers, modulo 2^64."""
     weights = torch.from_numpy(_odd_numbers(flat.shape[1])).to(flat.device)
     return torch.cat([(part.long() * weights).sum(1) for part in flat.split(_CHUNK)])

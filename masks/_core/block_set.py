@@ -19,7 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from masks._core.bit_tiles import deduplicate, renumbered, unique_codes, unpack, words_per_row
+from masks._core.bit_tiles import (
+    deduplicate,
+    hash_rows,
+    renumbered,
+    unique_codes,
+    unpack,
+    words_per_row,
+)
 from masks._core.grid import Grid
 from masks._core.intervals import Runs, combine, concatenate, from_points, in_chunks
 from masks.arguments import checked_device
@@ -112,6 +119,23 @@ class BlockSet:
         """The number of partial blocks, summed over heads."""
         per_mask = self._partial_per_row().view(self.num_masks, -1)
         return int(per_mask[list(self.head_to_mask)].sum())
+
+    def hash_of_pairs(self) -> int:
+        """A hash of the pairs of each head, which differs for most sets that differ.
+
+        It is a sum over blocks, modulo 2^64, of 2 f + 1 for the flat index f of each block, times
+        the hash of the bit tile of a partial block. The sum over a run of full blocks is the
+        difference of two squares. Neither how runs are divided nor the order of bit tiles matters.
+        """
+        stride = self.grid.mask_stride
+        sums = torch.zeros(self.num_masks, dtype=torch.int64, device=self.grid.device)
+        begin, end = self.full.begin % stride, (self.full.end - 1) % stride + 1
+        sums.index_add_(0, self.full.begin // stride, end * end - begin * begin)
+        if len(self.partial):
+            tiles = hash_rows(self.bit_tiles.flatten(1))[self.partial_bit_tile]
+            weights = 2 * (self.partial % stride) + 1
+            sums.index_add_(0, self.partial // stride, weights * tiles)
+        return hash(tuple(sums[list(self.head_to_mask)].tolist()))
 
     def _partial_per_row(self) -> Tensor:
         row = self.grid.stacked_row(self.partial)

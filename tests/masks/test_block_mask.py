@@ -147,6 +147,23 @@ def test_a_head_has_a_table_of_its_own():
     assert both.head(1).table().head_to_mask.shape == (1, 1)
 
 
+@pytest.mark.parametrize("name", ["full", "local", "heads", "empty"])
+def test_equal_masks_have_equal_hashes(name):
+    mask = {
+        "full": masks.full()(100, 16),
+        "local": (masks.local(30) & masks.causal())(100, 16),
+        "heads": masks.stack([masks.local(3), masks.causal(), masks.local(3)])(100, (16, 32)),
+        "empty": masks.BlockMask.from_dense(torch.zeros(100, 100, dtype=torch.bool), 16),
+    }[name]
+    assert hash(BlockMask.from_dense(mask.to_dense(), mask.block_size)) == hash(mask)
+
+
+def test_masks_that_differ_in_a_pair_have_other_hashes(monkeypatch):
+    distinct = [masks.local(i)(64, 16) for i in range(40)]
+    monkeypatch.setattr(BlockMask, "__eq__", lambda *_: pytest.fail("hashes are equal"))
+    assert masks.stack(distinct).num_masks == 40
+
+
 def test_heads_broadcast_in_the_algebra():
     one = masks.causal()(90, 32)
     many = masks.stack([masks.local(5)(90, 32), masks.random(0.5)(90, 32)])
