@@ -101,6 +101,11 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     if query.is_meta:
         raise ValueError("query, key and value must have data, got tensors on meta")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.layout != torch.strided:
+            raise TypeError(
+                f"{name} must be a dense tensor (torch.strided), got {tensor.layout}; for "
+                "sequences of several lengths see attention_varlen"
+            )
         if tensor.dim() != 4 or 0 in (tensor.shape[1], tensor.shape[3]):
             raise ValueError(
                 f"{name} must be (batch, heads, seq, head_dim) with a head and a dim, got "

@@ -294,6 +294,7 @@ BAD = [  # the arguments that are replaced, their value, the message
     ("query", torch.zeros(1, 0, 16, 8), "query must be .* with a head and a dim"),
     ("query", GOOD.long(), "key must be torch.int64 .*, got torch.float32"),
     ("query", GOOD.to("meta"), "must have data"),
+    ("query", GOOD.to_sparse(), "query must be a dense tensor .*, got torch.sparse_coo"),
     ("query key value", GOOD.to(torch.float8_e4m3fn), "query must have .* torch.float16, .*, got"),
     ("key", torch.zeros(1, 2, 8, 8), "value must share batch, heads and tokens"),
     ("key value", torch.zeros(1, 3, 8, 8), "must divide the 2 query heads"),
