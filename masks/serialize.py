@@ -160,7 +160,8 @@ def _written(value: Any, counter: _Counter) -> Any:
         counter.add()
         if value.recipe is None:
             raise ValueError(
-                f"pattern {shortened(value)} has a Python function, which cannot be saved"
+                f"pattern {shortened(value)} has a Python function, which cannot be saved or "
+                "pickled; a BlockMask, pattern(seq_len), can be"
             )
         maker, arguments = value.recipe
         return {maker: {name: _written(part, counter) for name, part in arguments.items()}}
