@@ -41,7 +41,7 @@ class Caching:
 
     @cached_property
     def tables(self) -> dict[Any, Any]:
-        """Tables and coverages of this object, which live as long as it does."""
+        """Tables, coverages and context plans of this object, which live as long as it does."""
         return {}
 
 

@@ -120,10 +120,12 @@ def context_parallel_attention(
         transport: How keys, values and their gradients are exchanged. By default by all-to-alls of
             the process group. `Copies` are copies between the GPUs of one host, which run beside
             kernels without delaying them: one object for all calls of the group.
-        check: Whether all ranks first compare their plans and arguments. If they differ, or a rank
-            has an invalid argument, all ranks raise an error. The check waits for the device. By
-            default it is done in the first call with this plan, group, options and sizes. Then a
-            later call that differs on one rank only ends with an error after the time-out.
+        check: Whether all ranks first compare their plans and arguments: options, sizes, key
+            lengths, and which other arguments are given. If they differ, or a rank has an invalid
+            argument, all ranks raise an error. The check waits for the device. By default it is
+            done in the first call with this plan, group, options and sizes, and with these of the
+            other arguments. Then a later call that differs on one rank only ends with an error
+            after the time-out, or if only key lengths differ, with a wrong result.
         **options: Fields of AttentionOptions.
 
     Returns:
@@ -183,7 +185,7 @@ def _attention(
     heads_group: the ranks among which heads are divided, which must agree too
     """
     agreed = ("agreed", *(None if x is None else ref(x) for x in (heads_group, group)))
-    first = agreed not in plan.cache
+    first = agreed not in plan.agreed
     try:
         prepared = prepare(*tensors, plan, group, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -193,14 +195,15 @@ def _attention(
         raise
     if group is not None:
         like_this = (*agreed, *prepared.kind)
-        if like_this not in plan.cache if check is None else check:
+        if like_this not in plan.agreed if check is None else check:
             check_not_captured(tensors[0].device)
             facts = prepared.facts(*tensors[:2])
+            facts["whether there are sinks"] = arguments["sinks"] is not None
             # The plan as it was given: bias, key_lengths and mask may choose another split.
             of_ranks = {"plan": f"{plan} of SHA-256 {plan.digest}"}
             of_ranks["transport"] = prepared.transport_name
             _check_agreement(group, heads_group, facts, None, of_ranks)
-            plan.cache[agreed] = plan.cache[like_this] = True
+            plan.agreed.update((agreed, like_this))
     inputs = (prepared.query, prepared.key, prepared.value, prepared.bias)
     read = () if prepared.score_tensors is None else prepared.score_tensors.tensors
     out, lse, *max_logits = cast(
@@ -249,9 +252,9 @@ def _with_shared_heads(
     except (TypeError, ValueError) as problem:
         error = problem
     agreed = ("agreed", ref(heads_group))  # a plan does not keep the memory of a group
-    if agreed not in plan.cache if check is None else check:
+    if agreed not in plan.agreed if check is None else check:
         _check_agreement(group, heads_group, facts, None if error is None else str(error))
-        plan.cache[agreed] = True
+        plan.agreed.add(agreed)
     elif error is not None:
         raise error
     query, key, value = map(sharing.by_heads, tensors)

@@ -195,6 +195,15 @@ class ContextPlan(Caching):
             self.cache[key] = support.to("cpu") == self.mask_of(rank)
         return self.cache[key]
 
+    @cached_property
+    def agreed(self) -> set[tuple[Any, ...]]:
+        """The calls of which ranks have compared their arguments; see attention._attention.
+
+        It is not in the cache, which one rank might empty before the others: that rank would wait
+        for them to compare.
+        """
+        return set()
+
     def part(
         self,
         rank: int,
@@ -248,13 +257,13 @@ class ContextPlan(Caching):
         """
         if self.mask.num_heads == 1:
             return self
-        if ("of heads", heads) not in self.cache:
+        if ("of heads", heads) not in self.tables:  # as long as the plan: ranks agree on it once
             mask, batch = mask_of_heads(self.mask, heads), self.batch
             if batch is not None:
                 elements = [mask_of_heads(batch[index], heads) for index in range(len(batch))]
                 batch = MaskBatch.from_masks(elements)
-            self.cache["of heads", heads] = replace(self, mask=mask, batch=batch)
-        return self.cache["of heads", heads]
+            self.tables["of heads", heads] = replace(self, mask=mask, batch=batch)
+        return self.tables["of heads", heads]
 
     def head_groups(self, kv_heads: int) -> int:
         """The number of groups of key heads that are exchanged one after another.

@@ -91,9 +91,11 @@ def make_plan(
     chosen = None if shared_rows is None else checked_rows(shared_rows, mask.grid.nq)
     named = strategy if isinstance(strategy, str) else tuple(check_integers("strategy", strategy))
     key = (ranks, named, round_tokens, split, chosen, float(fetch_cost))
-    if ("context plan", *key) not in mask.cache:
-        mask.cache["context plan", *key] = _planned(mask.to("cpu"), *key)
-    return mask.cache["context plan", *key]
+    # Not in the cache of the mask, which one rank might empty before the others: with a new plan a
+    # rank waits for the others to compare their arguments.
+    if ("context plan", *key) not in mask.tables:
+        mask.tables["context plan", *key] = _planned(mask.to("cpu"), *key)
+    return mask.tables["context plan", *key]
 
 
 def _planned(

@@ -97,11 +97,14 @@ class Prepared:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Changes if one of `facts` does, and is found in less time; without the seed."""
+        """Changes if one of `facts` does but seed and key lengths, and is found in less time."""
         tensors = (self.query, self.key, self.value)
-        sizes = tuple((*x.shape[:2], x.shape[3], x.dtype, x.requires_grad) for x in tensors)
+        sizes = tuple(
+            (*x.shape[:2], x.shape[3], x.dtype, arguments.requires_gradient(x)) for x in tensors
+        )
         chosen = (self.plan.split, self.transport_name, self.call_facts.max_logits)
-        return *chosen, sizes, *self.options.items()
+        given = tuple(x is None for x in (self.lengths, self.bias, self.mask))
+        return *chosen, *given, sizes, *self.options.items()
 
     def facts(self, query: Tensor, key: Tensor) -> dict[str, Any]:
         """Properties of the call that must be equal on all ranks, by name."""
@@ -112,6 +115,10 @@ class Prepared:
             "split, which bias, key_lengths and mask choose,": self.plan.split,
             "return_max_logits": self.call_facts.max_logits,
             **sizes_of(query, key, self.value),
+            # By which ranks compute other results, and which they do not exchange.
+            "key_lengths": None if self.lengths is None else self.lengths.tolist(),
+            "whether there is a bias": self.bias is not None,
+            "whether there is a mask": self.mask is not None,
             "gradient of key": arguments.requires_gradient(self.key),
             "gradient of value": arguments.requires_gradient(self.value),
             # That of shared rows is summed over all ranks.

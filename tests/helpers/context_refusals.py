@@ -90,6 +90,15 @@ def refused(rank: int, what: str) -> str:
     extras: dict[str, Any] = {"dropout_p": 0.5, "seed": rank} if what == "seed" else {}
     if what == "max logits":
         extras["return_max_logits"] = wrong
+    if what == "key lengths":
+        extras["key_lengths"] = torch.tensor([LENGTH, 100 + rank])
+    if what == "bias" and wrong:
+        extras["bias"] = torch.ones(1, 2 * LENGTH - 1).double()
+    if what == "sinks" and wrong:
+        extras["sinks"] = torch.ones(1).double()
+    if what == "selected blocks" and wrong:
+        support = plan.mask_of(rank)
+        extras["mask"] = support.select(torch.ones(support.grid.nq, support.grid.nk) > 0)
     check = None if what == "options of a later call" else what != "unchecked"
     try:
         if check is None:
@@ -97,6 +106,22 @@ def refused(rank: int, what: str) -> str:
         context_parallel_attention(*own, plan, softcap=softcap, check=check, **extras)
     except (ValueError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def with_an_emptied_cache(rank: int) -> str:
+    """The error of a second call if the first rank has emptied the caches of mask and plan."""
+    mask = masks.local(30)(LENGTH, 16)
+    for call in range(2):
+        plan = make_plan(mask, dist.get_world_size(), "zigzag")
+        own = [plan.shard(x, rank, 2) for x in inputs(torch.float64)[:3]]
+        try:
+            context_parallel_attention(*own, plan)
+        except RuntimeError as error:
+            return f"{call}: {error}"
+        if rank == 0:
+            plan.cache.clear()
+            mask.cache.clear()
     return "nothing"
 
 

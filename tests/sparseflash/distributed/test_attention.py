@@ -470,11 +470,26 @@ def test_gradients_keep_little_more_than_their_own_memory(ranks):
             "ValueError: gradient of query must be equal on all ranks, got True",
         ),
         ("gradient of key", "ValueError: gradient of key must be equal on all ranks, got True"),
+        (
+            "key lengths",
+            r"ValueError: key_lengths must be equal on all ranks, got \[210, 100\] on",
+        ),
+        ("bias", "ValueError: whether there is a bias must be equal on all ranks, got False on"),
+        ("sinks", "ValueError: whether there are sinks must be equal on all ranks, got False on"),
+        ("selected blocks", "ValueError: whether there is a mask must be equal on all ranks"),
     ],
 )
 def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(two_ranks, what, message):
     for answer in two_ranks.run(refusals.refused, what):
         assert re.match(message, answer), answer
+
+
+def test_a_rank_that_has_emptied_its_caches_does_not_compare_arguments_alone(tmp_path):
+    """The others would not answer. Caches are emptied when they are full, at any time."""
+    started = Ranks(2, tmp_path / "meeting", timeout=5)
+    answers = started.run(refusals.with_an_emptied_cache)
+    started.close()
+    assert answers == ["nothing"] * 2
 
 
 def test_options_that_differ_in_a_later_call_are_an_error(tmp_path):
