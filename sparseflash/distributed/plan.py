@@ -110,9 +110,10 @@ class ContextPlan(Caching):
         rank = self._rank(rank)
         if ("positions", rank) not in self.cache:
             unit = self.workload.unit
-            first = (self.owner == rank).nonzero() * unit
-            tokens = (first + torch.arange(unit)).flatten()
-            self.cache["positions", rank] = tokens[tokens < self.seq_len]
+            with torch.inference_mode(False):  # autograd may save them in a later call
+                first = (self.owner == rank).nonzero() * unit
+                tokens = (first + torch.arange(unit)).flatten()
+                self.cache["positions", rank] = tokens[tokens < self.seq_len]
         return self.cache["positions", rank]
 
     def shard(self, tensor: Tensor, rank: int, dim: int) -> Tensor:

@@ -460,3 +460,15 @@ def test_a_damaged_plan_is_named(part, other, tmp_path):
 def _tokens(columns, plan):
     tokens = columns.unsqueeze(1) * plan.mask.grid.bk + torch.arange(plan.mask.grid.bk)
     return tokens[tokens < plan.seq_len]
+
+
+def test_positions_of_inference_serve_training():
+    """Autograd cannot save tensors that are made in inference mode."""
+    with torch.inference_mode():
+        plan = make_plan(masks.causal()(100, 16), 2)
+        plan.shard(torch.ones(100), 1, 0)
+        plan.unshard([plan.shard(torch.ones(100), rank, 0) for rank in range(2)], 0)
+    whole = torch.ones(100, requires_grad=True)
+    shards = [plan.shard(whole, rank, 0) for rank in range(2)]
+    plan.unshard(shards, 0).sum().backward()
+    assert torch.equal(whole.grad, torch.ones(100))
