@@ -11,7 +11,8 @@ Its standard input has one line of JSON for all kernels, and then one for each g
                                                 added to the niceness, 0 if a call waits for them;
                                                 the most processes, if no call does
 
-For each kernel that was compiled, or that cannot be, it writes a line to its standard output:
+For each kernel that was compiled, or that cannot be, it writes a line to the file descriptor that
+is its argument:
 
     {"key", "error"}                            a traceback, "" without an error
 
@@ -42,11 +43,10 @@ IDLE = 20  # seconds
 def main() -> None:
     """Compiles what the standard input asks for."""
     gc.disable()  # processes for one kernel each end before they need it
-    replies = os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 1)  # Triton prints what ptxas says
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    with _Server(0, replies) as server:
+    # A program that ignores the ends of its processes leaves this to those that it starts.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with _Server(0, int(sys.argv[2])) as server:
         server.prepare()
         server.run()
 

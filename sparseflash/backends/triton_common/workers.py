@@ -147,6 +147,8 @@ class Workers:
         """Reads what the process says until it ends."""
         assert process.stdout is not None
         for line in process.stdout:
+            if not line.endswith(b"\n"):  # it was killed while it wrote
+                break
             reply = json.loads(line)
             compilation = self._compilations[reply["key"]]
             compilation.error = reply["error"]
@@ -172,12 +174,23 @@ class _Compilation:
 
 
 def _start(packages: Iterable[str]) -> subprocess.Popen:
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", RUN_WORKER, compile_worker.__file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # replies have the errors
-    )
+    # Not the standard output, on which also modules such as sitecustomize print.
+    reading, writing = os.pipe()
+    replies = os.fdopen(reading, "rb")
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", RUN_WORKER, compile_worker.__file__, str(writing)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # replies have the errors
+            pass_fds=[writing],
+        )
+    except OSError:
+        replies.close()
+        raise
+    finally:
+        os.close(writing)
+    process.stdout = replies
     _write(process, {"path": [str(path) for path in sys.path], "packages": [*packages]})
     return process
 

@@ -151,6 +151,16 @@ def test_no_call_waits_for_a_process_that_has_ended(started):
     assert [asked(x) for x in started] == [[(["a"], 0, 2)], [(["b"], workers.NICE, 2)]]
 
 
+def test_a_reply_that_a_killed_process_has_not_ended_is_none(started):
+    found = workers.WORKERS
+    found.start(kernels("a"), waits=True)
+    started[0].replies.write(b'{"key": "a", "err')
+    started[0].replies.close()
+    before = time.monotonic()
+    found.wait({"a"})
+    assert time.monotonic() - before < 20
+
+
 def test_a_process_that_has_ended_unnoticed_is_asked_in_vain(started, monkeypatch):
     def fail(line):
         raise BrokenPipeError
@@ -481,6 +491,34 @@ def test_a_process_is_started_before_triton_and_does_without_torch(name, monkeyp
     command = [sys.executable, "-c", IMPORTS[name], compile_worker.__file__]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# A program that asks for a kernel that does not exist.
+ASKS = """
+import logging, os, signal, sys
+from sparseflash.backends.triton_common import workers
+
+signal.signal(signal.SIGCHLD, getattr(signal, sys.argv[1]))
+logging.basicConfig(stream=sys.stdout)
+kernel = workers.Description(
+    "sparseflash.backends.triton.kernels.decode", "no_kernel", "", ("cuda", 90, 32), "ab" * 32
+)
+workers.WORKERS.start({kernel.key: kernel}, waits=True)
+workers.WORKERS.wait({kernel.key})
+"""
+
+
+@pytest.mark.parametrize("ends", ["SIG_DFL", "SIG_IGN"])
+def test_replies_come_whatever_modules_print_and_programs_ignore(ends, monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('printed by', __file__)")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv(workers.VARIABLE, "2")
+    command = [sys.executable, "-c", ASKS, ends]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "has no attribute 'no_kernel'" in done.stdout
+    assert done.stderr == ""
 
 
 @pytest.mark.slow(60)
