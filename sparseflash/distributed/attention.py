@@ -190,7 +190,7 @@ def _attention(
         prepared = prepare(*tensors, plan, group, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         needs_check = first if check is None else check
-        if group is not None and needs_check and not is_captured(tensors[0].device):
+        if group is not None and needs_check and not _are_captured(tensors):
             _check_agreement(group, heads_group, {}, f"{type(error).__name__}: {error}")
         raise
     if group is not None:
@@ -213,6 +213,11 @@ def _attention(
     if arguments["sinks"] is not None:
         out, lse = add_sinks(out, lse, arguments["sinks"])
     return out, lse, *max_logits
+
+
+def _are_captured(tensors: Sequence[object]) -> bool:
+    """Whether a CUDA graph is captured with tensors that are not checked yet."""
+    return any(isinstance(x, Tensor) and is_captured(x.device) for x in tensors)
 
 
 def _check_agreement(
@@ -252,11 +257,14 @@ def _with_shared_heads(
     except (TypeError, ValueError) as problem:
         error = problem
     agreed = ("agreed", ref(heads_group))  # a plan does not keep the memory of a group
-    if agreed not in plan.agreed if check is None else check:
+    needs_check = agreed not in plan.agreed if check is None else check
+    if error is not None and (_are_captured(tensors) or not needs_check):
+        raise error
+    if needs_check:
+        if error is None:
+            check_not_captured(tensors[0].device)
         _check_agreement(group, heads_group, facts, None if error is None else str(error))
         plan.agreed.add(agreed)
-    elif error is not None:
-        raise error
     query, key, value = map(sharing.by_heads, tensors)
     own_plan = plan.of_heads(sharing.heads)
     out, *of_rows = _attention((query, key, value), own_plan, group, check, own, heads_group)

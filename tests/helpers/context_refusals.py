@@ -2,7 +2,8 @@
 
 import os
 from functools import cache
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import masks
 import sparseflash
-from sparseflash.distributed import ContextPlan, context_parallel_attention, make_plan
+from sparseflash.distributed import (
+    ContextPlan,
+    attention,
+    capture,
+    context_parallel_attention,
+    make_plan,
+)
 from sparseflash.score import ScoreFunction
 from tests.helpers.context_calls import DIMS, LENGTH, WHOLE, difference, inputs, mask_of
 from tests.helpers.in_place import in_place_on_cpus
@@ -73,6 +80,28 @@ def refused_with_shared_heads(rank: int) -> list[str]:
     return errors
 
 
+def captured_with_shared_heads(rank: int) -> list[str]:
+    """The errors of first calls while a CUDA graph is captured, in which nothing is exchanged."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    plan = make_plan(mask_of("causal"), 2, "contiguous")
+    own = [
+        plan.shard(x, rank // 2, 2).tensor_split(2, 2)[rank % 2] for x in inputs(torch.float64)[:3]
+    ]
+    errors = []
+    with (
+        mock.patch.object(attention, "is_captured", return_value=True),
+        mock.patch.object(capture, "is_captured", return_value=True),
+        mock.patch.object(attention, "_check_agreement", side_effect=AssertionError),
+    ):
+        for tensors in (own, [own[0], own[1][:, :1], own[2][:, :1]]):
+            for check in (None, True):
+                try:
+                    context_parallel_attention(*tensors, plan, group=mesh, check=check)
+                except (RuntimeError, ValueError) as error:
+                    errors.append(str(error))
+    return errors
+
+
 def refused(rank: int, what: str) -> str:
     """The error of a call of which something is wrong on rank 1."""
     wrong = rank == 1
@@ -84,6 +113,8 @@ def refused(rank: int, what: str) -> str:
     if what == "length" and wrong:
         own = [x[:, :, 1:] for x in own]
     own[0].requires_grad_(what == "gradient of query" and not wrong)
+    if what == "no tensor" and wrong:
+        own[0] = cast(Tensor, None)
     if what == "gradient of key":  # and rank 1 needs that of value
         own[1 + wrong].requires_grad_()
     softcap = 5.0 if "options" in what and wrong else None

@@ -365,6 +365,13 @@ def test_what_shared_heads_do_not_take_is_named(four_ranks):
         assert "gradient of key must be equal on all ranks" in answers[12]
 
 
+def test_the_first_call_with_shared_heads_is_not_captured(four_ranks):
+    for answers in four_ranks.run(refusals.captured_with_shared_heads):
+        assert len(answers) == 4, answers
+        assert all("cannot be captured in a CUDA graph" in each for each in answers[:2])
+        assert all("key must have a multiple of 2 heads" in each for each in answers[2:])
+
+
 @pytest.mark.parametrize("split", ["in place", "keys"])
 def test_keys_and_values_are_one_exchange_before_any_attention(two_ranks, split):
     """And their gradients are one, before those of own keys are computed."""
@@ -477,6 +484,10 @@ def test_gradients_keep_little_more_than_their_own_memory(ranks):
         ("bias", "ValueError: whether there is a bias must be equal on all ranks, got False on"),
         ("sinks", "ValueError: whether there are sinks must be equal on all ranks, got False on"),
         ("selected blocks", "ValueError: whether there is a mask must be equal on all ranks"),
+        (
+            "no tensor",
+            "ValueError: .*refused on\nrank 1: TypeError: query, key and value must be tensors",
+        ),
     ],
 )
 def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(two_ranks, what, message):
