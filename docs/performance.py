@@ -465,9 +465,9 @@ device, run `python -m experiments.speedup` (one minute with `--quick`) and
 - **Rested** times are measured in short turns with pauses between them, **sustained** times under
   continuous load, where the power limit of the device lowers its clock. Times and rates are rested
   unless a table says otherwise.
-- **The clock is nearly the same for all.** The load is that of all implementations, one shortly after
-  another. Alone, one that draws less power has a higher clock. So the factors over FlexAttention are
-  larger than those of a script that times one implementation after the other
+- **The clock is nearly the same for all.** The load is that of all implementations, one shortly
+  after another. Alone, one that draws less power has a higher clock. So factors over FlexAttention
+  are larger than those of a script that times one implementation after the other
   ([notebook](notebook/2026-11.md)).
 - **An empty cell** means that the implementation was not measured on this mask; most do not
   support it.
