@@ -10,8 +10,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from masks import DynamicMask
+from masks._core.grid import is_captured
 from sparseflash.arguments import check_sinks, checked_bias, checked_seed, checked_tensors
-from sparseflash.distributed.capture import check_not_captured, is_captured
+from sparseflash.distributed.capture import check_not_captured
 from sparseflash.distributed.copies import Copies
 from sparseflash.distributed.heads import HeadSharing
 from sparseflash.distributed.part import Heads

@@ -2,10 +2,7 @@
 
 import torch
 
-
-def is_captured(device: torch.device) -> bool:
-    """Whether work on the current stream of a device is captured in a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+from masks._core.grid import is_captured
 
 
 def check_not_captured(device: torch.device) -> None:

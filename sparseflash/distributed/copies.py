@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sparseflash.distributed.capture import is_captured
+from masks._core.grid import is_captured
 from sparseflash.distributed.exchange import Exchange, Splits, Transport, explain_errors
 from sparseflash.distributed.transport import Group, group_or_world
 

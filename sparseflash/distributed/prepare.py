@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from masks import BlockMask, DynamicMask, MaskBatch, full
+from masks._core.grid import is_captured
 from masks.registry import Cache
 from sparseflash import arguments
 from sparseflash.dispatch.call import Call, Plan, Positions, empty_max_logits
 from sparseflash.dispatch.plan import find_plan, fixed_block_sizes
 from sparseflash.dispatch.spec import CallFacts
-from sparseflash.distributed.capture import is_captured
 from sparseflash.distributed.copies import Copies
 from sparseflash.distributed.exchange import Collectives, Transport
 from sparseflash.distributed.part import (
