@@ -153,17 +153,19 @@ class Workers:
             compilation = self._compilations[reply["key"]]
             compilation.error = reply["error"]
             compilation.ended.set()
+        status = process.wait()  # until then it remains in the system
         with self._lock:
             if self._process is process:
                 self._process = None
             for compilation in self._compilations.values():
-                if compilation.process is process:
+                if compilation.process is process and not compilation.ended.is_set():
+                    if status:
+                        compilation.error = f"it ended with status {status}"
                     compilation.ended.set()
         assert process.stdin is not None
         process.stdout.close()
         with suppress(BrokenPipeError):  # something was written after its end
             process.stdin.close()
-        process.wait()  # until then it remains in the system
 
 
 class _Compilation:

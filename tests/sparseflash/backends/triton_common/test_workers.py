@@ -27,7 +27,7 @@ class Process:
     """A process that replies when a test says so."""
 
     def __init__(self, packages: tuple[str, ...]):
-        self.packages, self.requests, self.terminated = packages, [], False
+        self.packages, self.requests, self.terminated, self.status = packages, [], False, 0
         reading, writing = os.pipe()
         self.stdout = os.fdopen(reading, "rb")
         self.replies = os.fdopen(writing, "wb", buffering=0)
@@ -49,8 +49,8 @@ class Process:
     def terminate(self):
         self.terminated = True
 
-    def wait(self):
-        pass
+    def wait(self) -> int:
+        return self.status
 
 
 @pytest.fixture
@@ -128,6 +128,19 @@ def test_a_call_waits_for_its_kernels_only(started):
     started[0].reply("a")
     waiting.join(30)
     assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize(("status", "messages"), [(0, 0), (1, 1)])
+def test_the_end_of_a_process_is_logged_where_a_call_waits(started, caplog, status, messages):
+    """One that ended after its idle time has no error; the call compiles in both cases."""
+    workers.WORKERS.start(kernels("a", "b"))
+    started[0].reply("a")
+    started[0].status = status
+    started[0].replies.close()
+    workers.WORKERS.wait({"a", "b"})
+    assert [x.message.endswith("it ended with status 1") for x in caplog.records] == [
+        True
+    ] * messages
 
 
 def test_an_error_of_a_process_is_logged_where_a_call_waits(started, caplog):
