@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from masks import DynamicMask, Pattern, full
+from masks._core.grid import is_captured
 from masks.arguments import check_dtype, check_floating, check_integer
 from masks.mask_batch import CompiledMask
 
@@ -156,8 +157,7 @@ def lengths_in_range(lengths: Tensor | None, k_len: int, device: torch.device) -
     """
     if lengths is None:
         return None
-    on_gpu = lengths.is_cuda or device.type == "cuda"
-    capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+    capturing = is_captured(lengths.device if lengths.is_cuda else device)
     if lengths.is_cuda and capturing:
         read_now = False  # nothing can be read
     else:

@@ -6,9 +6,8 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
-import torch
-
 from masks import BlockMask
+from masks._core.grid import is_captured
 from masks.mask_batch import CompiledMask
 from masks.registry import OF_DEFAULT_SIZE
 from sparseflash.backends.base import Backend
@@ -76,7 +75,7 @@ def hint_at_better_blocks(spec: AttentionSpec, backend: Backend, mask: CompiledM
         or OF_DEFAULT_SIZE not in mask.cache
     ):
         return
-    if spec.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_captured(spec.device):
         return
     few = mask.nnz_blocks <= MAX_BLOCKS and mask.partial_blocks >= MIN_PARTIAL * mask.nnz_blocks
     if not few or cost_model(spec, backend) is None:  # which imports the IO model

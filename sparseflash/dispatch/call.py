@@ -10,6 +10,7 @@ from einops import reduce
 from torch import Tensor
 from torch._C._dynamo import guards
 
+from masks._core.grid import is_captured
 from masks.lookup_table import LookupTable
 from masks.registry import Cache
 from sparseflash.dispatch.spec import AttentionSpec
@@ -210,7 +211,7 @@ class Positions:
         first = [self.query.new_full((1,), number) for number in numbers]  # graphs may capture it
         made = torch.cat([*first, self.query, self.key]).int()
         # The memory of a tensor that is made in a CUDA graph has its values only after a replay.
-        if not (self.query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not is_captured(self.query.device):
             object.__setattr__(self, "_of_blocks", made)
         return made
 

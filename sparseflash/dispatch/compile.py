@@ -7,6 +7,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from masks._core.grid import is_captured
 from masks.lookup_table import PREFETCH, BlockLists, LookupTable
 from masks.registry import Cache
 from sparseflash.dispatch.call import Call, Plan
@@ -58,7 +59,7 @@ def compile_before_first_call(
     """Compiles the kernels of both passes of a call, unless one that needs the same ones did."""
     parts = (call.plan, *_parts(call.plan).values())
     variant = (call.spec, needs, *(part and _compiled_for(part) for part in parts))
-    if variant in _compiled or (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+    if variant in _compiled or is_captured(call.spec.device):
         return
     _compiled[variant] = True
     # A generator, because its tables are made only for processes.

@@ -190,7 +190,7 @@ def test_a_signature_that_was_checked_lets_no_other_call_pass(change, message):
 class OnGpu(torch.Tensor):
     """A tensor of the CPU that says that it is on a GPU."""
 
-    is_cuda = True
+    is_cuda, device = True, torch.device("cuda")
 
 
 @pytest.mark.parametrize("capturing", [False, True])
