@@ -61,10 +61,10 @@ def compile_before_first_call(
     variant = (call.spec, needs, *(part and _compiled_for(part) for part in parts))
     if variant in _compiled or is_captured(call.spec.device):
         return
-    _compiled[variant] = True
     # A generator, because its tables are made only for processes.
     others = ((other, tensors, needs) for other in _calls_of_other_masks(call))
     compile_passes([(call, tensors, needs)], others)
+    _compiled[variant] = True  # not before: a call after an error raises it again
 
 
 def _calls_of_other_masks(call: Call) -> Iterator[Call]:

@@ -10,8 +10,10 @@ import torch
 import masks
 from sparseflash.backends import hopper, triton
 from sparseflash.backends.hopper import configs, launch, select
+from sparseflash.backends.triton_common import workers
 from sparseflash.dispatch import compile as compilation
 from sparseflash.dispatch.call import Call
+from sparseflash.dispatch.compile import compile_passes
 from sparseflash.dispatch.plan import make_plan
 from tests.helpers.calls import spec_of
 
@@ -44,6 +46,19 @@ def test_calls_that_need_the_same_kernels_compile_them_once(compiled):
     assert len(compiled) == 1
     call_first(masks.causal()(384))
     assert len(compiled) == 2
+
+
+def test_every_call_raises_until_the_number_of_processes_is_valid(compiled, monkeypatch):
+    monkeypatch.setattr(compilation, "compile_passes", compile_passes)
+    monkeypatch.setattr(workers, "WORKERS", workers.Workers())
+    monkeypatch.setenv(workers.VARIABLE, "many")
+    for _ in range(3):
+        with pytest.raises(ValueError, match="COMPILE_WORKERS must be a number of processes"):
+            call_first(masks.full()(384))
+    monkeypatch.setattr(compilation, "compile_passes", lambda own, others: compiled.extend(own))
+    for _ in range(2):
+        call_first(masks.full()(384))
+    assert len(compiled) == 1
 
 
 def test_forward_kernels_of_a_table_of_their_own_are_compiled(compiled, monkeypatch):
