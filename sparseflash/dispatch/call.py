@@ -1,8 +1,9 @@
 """Plan and Call: the arguments of a backend besides query, key and value."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -281,8 +282,10 @@ class Call:
         shared: list[Tensor] | None = None,
     ) -> "Call":
         """The same call with this memory, in less time than dataclasses.replace takes."""
-        same = (self.plan, self.key_lengths, self.seed, self.bias, self.positions)
-        return Call(*same, max_logits, self.score_tensors, more, results, gradients, shared)
+        call = Call(*_values_of(self))
+        call.more, call.results, call.max_logits = more, results, max_logits
+        call.gradients, call.shared = gradients, shared
+        return call
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of checked tensors; see Backend.forward."""
@@ -341,6 +344,10 @@ class Call:
         """Whether the call is on another GPU than the current device of this thread."""
         index = self.plan.spec.device.index  # None on the CPU
         return index is not None and index != torch.cuda.current_device()
+
+
+# Of all fields, in their order.
+_values_of = attrgetter(*[each.name for each in fields(Call)])
 
 
 def _written(gradient: Tensor | None, memory: Tensor | None) -> Tensor | None:
