@@ -28,10 +28,13 @@ STRONG_SCALING = {
 }
 # Records of later runs of the same sizes, on the GPUs on which they exist.
 LATER = {
-    WEAK: ("long-context-weak-128k-2-run-2", "long-context-weak-128k-2-run-3"),
+    WEAK: tuple(f"{WEAK}-run-{number}" for number in (2, 3, 4)),
     "long-context-weak-1m-16-4-heads-2": ("long-context-weak-1m-16-4-heads-2-run-2",),
-    "long-context-strong-1m-2": ("long-context-strong-1m-2-run-2",),
-    "long-context-strong-2m-16-4-heads-2": ("long-context-strong-2m-16-4-heads-2-run-2",),
+    "long-context-strong-256k-2": ("long-context-strong-256k-2-run-2",),
+    "long-context-strong-1m-2": tuple(f"long-context-strong-1m-2-run-{number}" for number in (2, 3)),
+    "long-context-strong-2m-16-4-heads-2": tuple(
+        f"long-context-strong-2m-16-4-heads-2-run-{number}" for number in (2, 3)
+    ),
 }
 MACHINE = "long-context-machine"
 AIMED = ("window", "butterfly")  # the masks of the aims
@@ -119,19 +122,27 @@ def strong(record: dict) -> str:
 def runs(name: str, device: str) -> dict | None:
     """A record with the masks of all runs of the same sizes; None if there is no run.
 
-    All rows of a mask are of one run, the first one that has the mask on one and on two GPUs.
-    `others` says where those of later runs are from.
+    All rows of a mask are of one run, the newest one that has the mask on one and on two GPUs.
+    `others` says where those are from that are not of the first record.
     """
     record = load(name, device)
     if record is None:
         return None
-    rows, others = list(record["rows"]), []
-    for each in filter(None, (load(later, device) for later in LATER.get(name, ()))):
-        new = [mask for mask in patterns(each["rows"]) if mask not in patterns(rows)]
-        rows = [row for row in rows if row["pattern"] not in new]
-        rows += [row for row in each["rows"] if row["pattern"] in new]
-        others.append(f"{' and '.join(new)}: {measured(each)}")
-    return {**record, "rows": rows, "others": others}
+    laters = filter(None, (load(later, device) for later in LATER.get(name, ())))
+    newest: dict[str, dict] = {}
+    for each in sorted((record, *laters), key=lambda run: run["environment"]["date"]):
+        newest |= dict.fromkeys(patterns(each["rows"]), each)
+    rows = [row for row in record["rows"] if row["pattern"] not in newest]
+    others: dict[str, list[str]] = {}
+    for mask, run in newest.items():
+        rows += [row for row in run["rows"] if row["pattern"] == mask]
+        if run is not record:
+            others.setdefault(measured(run), []).append(mask)
+    return {
+        **record,
+        "rows": rows,
+        "others": [f"{' and '.join(masks)}: {source}" for source, masks in others.items()],
+    }
 
 
 def row_of(rows: Rows, pattern: str, way: str, ranks: int) -> dict | None:
