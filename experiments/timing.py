@@ -25,8 +25,8 @@ FLUSH_BYTES = 256 * 2**20
 TURNS = 6
 MIN_RUNS = TURNS  # at least one run in each turn
 MAX_RUNS = 200
-ROUNDS = 5
-WARM_UP_MS, SUSTAINED_MS = 10.0, 20.0
+ROUNDS = 3
+WARM_UP_MS, SUSTAINED_MS = 100.0, 20.0
 ESTIMATES = 3  # runs; the fastest one determines the number of runs of a turn
 MAX_SUSTAINED_RUNS = 1000
 
@@ -80,23 +80,32 @@ def time_rested(samples: Sequence[Sample], budget_ms: float) -> list[Timing]:
 
 
 def time_sustained(samples: Sequence[Sample]) -> list[Timing]:
-    """Times functions under continuous load.
+    """Times functions under continuous load of their own.
 
     In each of ROUNDS rounds each function has one turn of consecutive runs: WARM_UP_MS that are
-    not counted, in which the clock settles, then SUSTAINED_MS. The order rotates in each round.
+    not counted, in which the clock settles to what the power of this function allows, then
+    SUSTAINED_MS. With less to warm up all would have the clock of those before them. The order
+    rotates in each round.
     """
-    estimates = [max(min(sample(ESTIMATES)), 1e-3) for sample in samples]
+    turns = [_runs_of_a_turn(sample) for sample in samples]
     milliseconds: list[list[float]] = [[] for _ in samples]
     with no_garbage_collection():
         for turn in range(ROUNDS):
             for n in range(len(samples)):
                 i = (turn + n) % len(samples)
-                warm_up, runs = (
-                    min(MAX_SUSTAINED_RUNS, math.ceil(ms / estimates[i]))
-                    for ms in (WARM_UP_MS, SUSTAINED_MS)
-                )
+                warm_up, runs = turns[i]
                 milliseconds[i] += samples[i](warm_up + runs)[warm_up:]
     return [Timing.of(times) for times in milliseconds]
+
+
+def _runs_of_a_turn(sample: Sample) -> tuple[int, int]:
+    """The runs of a sustained turn that are not counted, and those that are."""
+    begin = time.perf_counter()
+    estimate = max(min(sample(ESTIMATES)), 1e-3)
+    # With the flush of the cache, and with the launch where the host takes longer.
+    period = max(estimate, (time.perf_counter() - begin) * 1e3 / ESTIMATES)
+    warm_up, runs = math.ceil(WARM_UP_MS / period), math.ceil(SUSTAINED_MS / estimate)
+    return min(MAX_SUSTAINED_RUNS, warm_up), min(MAX_SUSTAINED_RUNS, runs)
 
 
 def _orders(count: int) -> Iterator[list[int]]:
