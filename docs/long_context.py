@@ -26,15 +26,13 @@ STRONG_SCALING = {
     "long-context-strong-1m-2": "Strong scaling, 1,048,576 tokens, 16 heads",
     STRONG: "Strong scaling, 262,144 tokens, 16 heads",
 }
-# Records of later runs of the same sizes, on the GPUs on which they exist.
+# Numbers of later runs of the same sizes, on the GPUs on which they exist.
 LATER = {
-    WEAK: tuple(f"{WEAK}-run-{number}" for number in (2, 3, 4)),
-    "long-context-weak-1m-16-4-heads-2": ("long-context-weak-1m-16-4-heads-2-run-2",),
-    "long-context-strong-256k-2": ("long-context-strong-256k-2-run-2",),
-    "long-context-strong-1m-2": tuple(f"long-context-strong-1m-2-run-{number}" for number in (2, 3)),
-    "long-context-strong-2m-16-4-heads-2": tuple(
-        f"long-context-strong-2m-16-4-heads-2-run-{number}" for number in (2, 3)
-    ),
+    WEAK: (2, 3, 4),
+    "long-context-weak-1m-16-4-heads-2": (2,),
+    STRONG: (2,),
+    "long-context-strong-1m-2": (2, 3),
+    "long-context-strong-2m-16-4-heads-2": (2, 3),
 }
 MACHINE = "long-context-machine"
 AIMED = ("window", "butterfly")  # the masks of the aims
@@ -128,9 +126,10 @@ def runs(name: str, device: str) -> dict | None:
     record = load(name, device)
     if record is None:
         return None
-    laters = filter(None, (load(later, device) for later in LATER.get(name, ())))
+    laters = (load(f"{name}-run-{number}", device) for number in LATER.get(name, ()))
     newest: dict[str, dict] = {}
-    for each in sorted((record, *laters), key=lambda run: run["environment"]["date"]):
+    found = (record, *filter(None, laters))
+    for each in sorted(found, key=lambda run: run["environment"]["date"]):
         newest |= dict.fromkeys(patterns(each["rows"]), each)
     rows = [row for row in record["rows"] if row["pattern"] not in newest]
     others: dict[str, list[str]] = {}

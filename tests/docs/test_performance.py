@@ -324,8 +324,9 @@ def test_the_profile_of_a_model_has_its_time_and_memory(performance, tmp_path):
     assert "| 32 | 32 on 8 | 32,768 | 8 | yes | 12.3 | 7.1 | 0.0451 | 35.2 | 68.7 |" in page
 
 
-def test_the_masks_of_a_later_run_are_its_own(performance, tmp_path):
-    """A mask of both runs is of the first one, and the page says where the others are from."""
+@pytest.mark.parametrize("year", [2020, 2030])
+def test_a_mask_of_two_runs_is_of_the_newest_one(performance, tmp_path, year):
+    """The page says where the masks are from that are not of the first record."""
     name = "long-context-weak-128k-2"
 
     def without_window(record):
@@ -337,24 +338,28 @@ def test_the_masks_of_a_later_run_are_its_own(performance, tmp_path):
             for row in record["rows"]
             if row["pattern"] in ("window", "butterfly")
         ]
-        record["environment"]["command"] = "the later run"
+        record["environment"] |= {"command": "another run", "date": f"{year}-01-01T00:00:00+00:00"}
 
     whole = of_two_gpus(tmp_path, name)
-    before = performance.page()
     of_two_gpus(tmp_path, name, without_window)
     for path in tmp_path.glob(f"{name}-nvidia-*.json"):
         later = copy.deepcopy(whole)
         slower(later)
         later["environment"]["device"] = json.loads(path.read_text())["environment"]["device"]
         path.with_name(path.name.replace(name, f"{name}-run-2")).write_text(json.dumps(later))
-    after = performance.page()
-    (one,) = (
-        row["total_ms"]
-        for row in whole["rows"]
-        if (row["pattern"], row["implementation"], row["ranks"]) == ("window", "plan", 1)
-    )
-    density = next(row["density"] for row in whole["rows"] if row["pattern"] == "window")
-    assert before.count(f"| window | {density:.3g} | {one:.1f} | ") == 2
-    assert after.count(f"| window | {density:.3g} | {2 * one:.1f} | ") == 2
-    assert re.findall(r"\| butterfly \|.*", before) == re.findall(r"\| butterfly \|.*", after)
-    assert len(re.findall(r"^window: \*.*`the later run`", after, re.MULTILINE)) == 2
+    page, newer = performance.page(), year == 2030
+
+    def line(mask: str, factor: int) -> str:
+        one, two = (
+            row
+            for ranks in (1, 2)
+            for row in whole["rows"]
+            if (row["pattern"], row["implementation"], row["ranks"]) == (mask, "plan", ranks)
+        )
+        return f"| {mask} | {two['density']:.3g} | {factor * one['total_ms']:.1f} | "
+
+    assert page.count(line("window", 2)) == 2
+    assert page.count(line("butterfly", 2)) == 2 * newer
+    assert page.count(line("butterfly", 1)) == 2 * (not newer)
+    masks = "butterfly and window" if newer else "window"
+    assert len(re.findall(rf"^{masks}: \*.*`another run`", page, re.MULTILINE)) == 2
