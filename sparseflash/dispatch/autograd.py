@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from sparseflash.arguments import are_plain
@@ -89,17 +88,20 @@ def plain(name: str, grad: Tensor | None) -> Tensor | None:
     """
     if grad is None:
         return None
-    if is_legacy_batchedtensor(grad):
+    if not are_plain(grad):
+        copy = grad.clone()
+        if not are_plain(copy):
+            raise TypeError(f"the gradient of {name} must be a plain tensor, got {type(grad)}")
+        grad = copy
+    try:
+        grad.data_ptr()
+    except RuntimeError as error:  # no public function says which tensors are batches
         raise NotImplementedError(
-            f"the gradient of {name} must be one gradient, got a batch (is_grads_batched, or "
-            "vectorize of torch.autograd.functional); use torch.func.vjp with vmap, or jacrev"
-        )
-    if are_plain(grad):
-        return grad
-    copy = grad.clone()
-    if not are_plain(copy):
-        raise TypeError(f"the gradient of {name} must be a plain tensor, got {type(grad)}")
-    return copy
+            f"the gradient of {name} must be one gradient, got a batch (is_grads_batched, "
+            "vectorize of torch.autograd.functional, or torch.autograd.grad in a function that "
+            "torch.func transforms); use torch.func.vjp with vmap, or jacrev"
+        ) from error
+    return grad
 
 
 # Function.apply without its support of torch.func, whose calls take the operators: see

@@ -126,9 +126,23 @@ def test_forward_mode_of_plain_autograd_is_refused_too():
         attend(forward_ad.make_dual(QUERY, QUERY), KEY, VALUE)
 
 
-def test_a_batch_of_gradients_of_plain_autograd_is_refused():
+BATCHES = {
+    "vectorize": lambda out, query, grads: torch.autograd.functional.jacobian(
+        attend, tuple(TENSORS), vectorize=True
+    ),
+    "is_grads_batched": partial(torch.autograd.grad, is_grads_batched=True),
+    "vmap": lambda out, query, grads: func.vmap(partial(torch.autograd.grad, out, query))(grads),
+    "grad": lambda out, query, grads: func.grad(
+        lambda grad: torch.autograd.grad(out, query, grad)[0].sum()
+    )(grads[0]),
+}
+
+
+@pytest.mark.parametrize("differentiate", BATCHES.values(), ids=BATCHES)
+def test_a_batch_of_gradients_of_plain_autograd_is_refused(differentiate):
+    out = attend(query := QUERY.clone().requires_grad_(), KEY, VALUE)
     with pytest.raises(NotImplementedError, match="gradient, got a batch"):
-        torch.autograd.functional.jacobian(attend, tuple(TENSORS), vectorize=True)
+        differentiate(out, query, torch.randn(3, *out.shape, dtype=out.dtype))
 
 
 SECOND = {
