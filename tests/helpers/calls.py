@@ -8,11 +8,15 @@ from types import SimpleNamespace
 
 import torch
 
+from sparseflash.backends.hopper import configs
 from sparseflash.dispatch.call import Call, Plan, empty_max_logits
 from sparseflash.dispatch.plan import find_plan
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
 from sparseflash.options import OPTION_NAMES, AttentionOptions
 from sparseflash.score import checked_score_tensors
+
+# configs.MIN_FUSED_BLOCKS with which the fused backward kernel of `hopper` runs for every mask.
+ALWAYS_FUSED = dict.fromkeys(configs.MIN_FUSED_BLOCKS, dict.fromkeys(configs.FUSED_CONFIGS, 0.0))
 
 
 def spec_of(query, key, mask, *, value=None, **facts) -> AttentionSpec:

@@ -31,7 +31,7 @@ from sparseflash.backends.hopper.kernels.forward import forward_kernel
 from sparseflash.backends.triton_common import workers
 from sparseflash.dispatch.compile import compile_before_first_call
 from sparseflash.score import ScoreFunction
-from tests.helpers.calls import call_on
+from tests.helpers.calls import ALWAYS_FUSED, call_on
 from tests.helpers.compile_only import (
     compile_instead_of_launching,
     compiled,
@@ -274,5 +274,5 @@ def reports(what: str, *choices: int | str):
     if what in ("calls", "layouts"):
         count_instead_of_compiling()
     launch.multiprocessors = lambda device: 132
-    configs.MIN_FUSED_BLOCKS = dict.fromkeys(configs.FUSED_CONFIGS, 0)
+    configs.MIN_FUSED_BLOCKS = ALWAYS_FUSED
     yield from globals()[f"report_{what}"](*choices)

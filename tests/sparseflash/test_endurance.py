@@ -9,6 +9,7 @@ import masks
 import sparseflash
 from sparseflash.backends.hopper import configs
 from sparseflash.testing import check_attention, make_inputs
+from tests.helpers.calls import ALWAYS_FUSED
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +40,7 @@ def way(request, monkeypatch):
     if request.param.backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("hopper kernels need compute capability 9.0")
     if not request.param.in_order:
-        monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", {64: 0, 128: 0})  # rows are short here
+        monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", ALWAYS_FUSED)  # rows are short here
     return request.param
 
 

@@ -105,11 +105,16 @@ MIN_COVERAGE_OF_64 = {
     128: {16: 0.35, 32: 0.52},
 }
 # The fused backward kernel is faster than the two others if a block row of keys has at least this
-# many blocks on average, by tile width. At 64 dims fewer blocks were not measured on an H200.
-# The sums of dQ in float32 pass through memory. So an H100, whose memory has 0.7 of the bandwidth
-# of an H200's, needs more blocks, by these factors: 6 and 14.
-MIN_FUSED_BLOCKS = {64: 4.8, 128: 8}
-FUSED_BLOCKS_FACTOR_OF_H100 = {64: 1.25, 128: 1.75}
+# many blocks on average, by a part of the name of the GPU, and by tile width. The sums of dQ in
+# float32 pass through memory. So an H100, whose memory has 0.7 of the bandwidth of an H200's,
+# needs more blocks.
+MIN_FUSED_BLOCKS = {
+    # docs/notebook/2026-11.md, 2026-11-26, 18:25: time 0.99 and 1.00 of that of two kernels.
+    "H100": {64: 6.0, 128: 14.0},
+    # 2026-11-27, 05:50: 0.94, of the fewest blocks that were measured, and 0.993 to 0.999.
+    "H200": {64: 4.8, 128: 8.0},
+}
+GPU_OF_OTHER_NAMES = "H200"  # whose thresholds hold for GPUs that the table does not name
 # Tile widths of the fused kernel by whether there is dropout. Registers do not suffice for others.
 FUSED_WIDTHS = {False: (64, 128), True: (64,)}
 MIN_TILE_WIDTH = 64

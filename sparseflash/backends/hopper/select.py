@@ -166,15 +166,16 @@ def uses_fused_backward(table: LookupTable, spec: AttentionSpec) -> bool:
     if spec.softcap is not None or spec.score is not None or spec.bias:
         return False  # the initial accumulator of S^T is LSE there, and no registers are left
     blocks = table.by_key.mean_blocks
-    least = configs.MIN_FUSED_BLOCKS[width]
-    if _is_h100(table.device):
-        least *= configs.FUSED_BLOCKS_FACTOR_OF_H100[width]
+    least = configs.MIN_FUSED_BLOCKS[_gpu(table.device)][width]
     return blocks is not None and blocks >= least
 
 
 @cache
-def _is_h100(device: torch.device) -> bool:
-    return device.type == "cuda" and "H100" in torch.cuda.get_device_name(device)
+def _gpu(device: torch.device) -> str:
+    """The GPU in configs.MIN_FUSED_BLOCKS whose thresholds hold for a device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    named = (gpu for gpu in configs.MIN_FUSED_BLOCKS if gpu in name)
+    return next(named, configs.GPU_OF_OTHER_NAMES)
 
 
 def compiled_for(spec: AttentionSpec, table: LookupTable) -> tuple[bool, ...]:

@@ -15,6 +15,7 @@ from sparseflash.backends.hopper.select import CAPABILITY
 from sparseflash.backends.triton_common import launcher
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 from sparseflash.testing.reference import standard_attention
+from tests.helpers.calls import ALWAYS_FUSED
 from tests.helpers.max_logits import expected
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
@@ -115,7 +116,7 @@ def test_values_of_other_dims(name, lengths, head_dim, value_dim, block_size):
 def test_values_of_other_dims_with_all_that_is_optional(
     strides, head_dim, value_dim, block_size, monkeypatch
 ):
-    monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", {64: 0, 128: 0})
+    monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", ALWAYS_FUSED)
     pattern = masks.stack([PATTERNS[name] for name in ("causal", "blocks", "causal", "local")])
     options = {"batch": 3, "heads": 4, "kv_heads": 2, "key_lengths": [0, 130, 600]}
     options |= {"dropout_p": 0.3, "seed": 5, "softcap": 3.0, "dtype": torch.float16}
@@ -137,7 +138,7 @@ def test_blocks_of_other_sizes(name, block_size, min_ratio, monkeypatch):
 @pytest.mark.parametrize("block_size", [64, 128])
 @pytest.mark.parametrize("head_dim", [8, 32, 56, 72, 80, 120, 136, 160, 248])
 def test_tiles_that_are_wider_than_a_head(head_dim, block_size, deterministic, monkeypatch):
-    monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", {64: 0, 128: 0})
+    monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", ALWAYS_FUSED)
     options = {"block_size": block_size, "deterministic": deterministic, "kv_heads": 1}
     check(PATTERNS["causal"], (700, 460), head_dim, **options)
     check(PATTERNS["blocks"], (300, 460), head_dim, strides="bshd", **options)
@@ -374,7 +375,7 @@ FUSED = [(False, 96)] + [
 
 @pytest.fixture
 def always_fused(monkeypatch):
-    monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", {64: 0, 128: 0})
+    monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", ALWAYS_FUSED)
 
 
 @pytest.mark.usefixtures("always_fused")

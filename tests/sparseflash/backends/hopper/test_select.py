@@ -62,24 +62,38 @@ def test_serves_values_of_other_dims(head_dim, value_dim):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "blocks", "h100", "fused"),
+    ("head_dim", "blocks", "gpu", "fused"),
     [
-        (64, 4, False, False),
-        (64, 5, False, True),
-        (64, 5, True, False),
-        (64, 6, True, True),
-        (128, 7, False, False),
-        (128, 8, False, True),
-        (128, 13, True, False),
-        (128, 14, True, True),
+        (64, 4, "H200", False),
+        (64, 5, "H200", True),
+        (64, 5, "H100", False),
+        (64, 6, "H100", True),
+        (128, 7, "H200", False),
+        (128, 8, "H200", True),
+        (128, 13, "H100", False),
+        (128, 14, "H100", True),
     ],
 )
-def test_rows_with_few_blocks_have_two_backward_kernels(
-    head_dim, blocks, h100, fused, monkeypatch
-):
-    monkeypatch.setattr(hopper_select, "_is_h100", lambda device: h100)
+def test_rows_with_few_blocks_have_two_backward_kernels(head_dim, blocks, gpu, fused, monkeypatch):
+    monkeypatch.setattr(hopper_select, "_gpu", lambda device: gpu)
     spec = spec_like(head_dim=head_dim, deterministic=False)
     assert uses_fused_backward(masks.full()(128 * blocks).table(), spec) == fused
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "H200"),
+        ("NVIDIA H20", "H200"),
+    ],
+)
+def test_the_name_of_a_gpu_chooses_the_thresholds(name, gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert hopper_select._gpu.__wrapped__(torch.device("cuda", 0)) == gpu
+    assert hopper_select._gpu.__wrapped__(torch.device("cpu")) == "H200"
 
 
 @pytest.mark.parametrize(

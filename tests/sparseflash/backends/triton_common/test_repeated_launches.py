@@ -27,6 +27,7 @@ from sparseflash.backends.triton_common.relaunch import Launched
 from sparseflash.dispatch import autograd, plan
 from sparseflash.score import ScoreFunction
 from sparseflash.testing import STRIDES, make_inputs
+from tests.helpers.calls import ALWAYS_FUSED
 
 STEPS = 20  # calls of each mask
 BATCH, HEADS, KV_HEADS, K_LEN = 2, 4, 2, 300
@@ -266,7 +267,7 @@ def test_arguments_of_repeated_launches_are_those_of_new_ones(
 ):
     monkeypatch.setattr(plan, "select_passes", lambda spec, mask: (backend, None))
     choices = random.Random(request.config.option.seed)
-    monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", {64: 0, 128: 0})
+    monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", ALWAYS_FUSED)
     for number, mask in enumerate(some_masks):
         calls = Calls(backend, mask, choices, plain=number == 0)
         for _ in range(STEPS):
