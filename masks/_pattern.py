@@ -29,7 +29,9 @@ MAX_NAME = 2**16  # most characters of a name; that of p = (p & a) | p grows two
 class Pattern(Handled):
     """A named sparsity pattern without a length: `pattern(seq_len, block_size)` is its BlockMask.
 
-    `a & b`, `a | b`, `a - b`, `a ^ b` and `~a` are patterns too.
+    `a & b`, `a | b`, `a - b`, `a ^ b` and `~a` are patterns too. A pattern of tokens takes the
+    block size of the other one, unless with_block_size gave it one of its own; all other operands
+    must have the same.
 
     Attributes:
         name: The name that is printed.
@@ -37,12 +39,14 @@ class Pattern(Handled):
         recipe: The expression that made the pattern; None for a pattern of a Python function. A
             pattern with a recipe can be saved, and patterns with equal recipes are equal.
         block_size: Default block size (bq, bk), in tokens; see with_block_size.
+        of_tokens: Whether the same pairs attend in blocks of every size.
     """
 
     name: str
     build: Callable[[Grid], BlockMask]
     recipe: "Recipe | None" = field(default=None, repr=False)
     block_size: tuple[int, int] = DEFAULT_SIZE
+    of_tokens: bool = False
     _identity: str = field(init=False, repr=False)
     _has_own_size: bool = field(init=False, repr=False)
 
@@ -104,7 +108,8 @@ class Pattern(Handled):
     def __invert__(self) -> "Pattern":
         recipe = Recipe("~", {"of": self})
         build = _Operation(lambda mask: ~mask, (self,))
-        return Pattern(_within_limit(f"~{self.name}"), build, recipe, self.block_size)
+        name = _within_limit(f"~{self.name}")
+        return Pattern(name, build, recipe, self.block_size, self.of_tokens)
 
     def _after(self, other: object) -> "Pattern":
         """The error of `other & self` and the like; Python asks the other operand first."""
@@ -124,8 +129,7 @@ class Pattern(Handled):
             return self
         name = _within_limit(f"({self.name} {sign} {other.name})")
         recipe = Recipe(sign, {"left": self, "right": other})
-        size = _common_block_size([self, other])
-        return Pattern(name, _Operation(rule, (self, other)), recipe, size)
+        return _of_parts(name, _Operation(rule, (self, other)), recipe, (self, other))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -292,7 +296,7 @@ def pattern(attends: Callable) -> Pattern:
     Reference:
         Dong et al. 2024, Flex Attention (mask_mod).
     """
-    return _of_function(attends, ("q", "k"), from_predicate)
+    return _of_function(attends, ("q", "k"), from_predicate, of_tokens=True)
 
 
 def block_pattern(attends: Callable) -> Pattern:
@@ -312,13 +316,14 @@ def block_pattern(attends: Callable) -> Pattern:
     Reference:
         Dong et al. 2024, Flex Attention (mask_mod).
     """
-    return _of_function(attends, ("i", "j"), from_block_predicate)
+    return _of_function(attends, ("i", "j"), from_block_predicate, of_tokens=False)
 
 
 def _of_function(
     attends: Callable,
     indices: tuple[str, str],
     build: Callable[[Grid, str, Callable], BlockMask],
+    of_tokens: bool,
 ) -> Pattern:
     if isinstance(attends, Pattern) or not callable(attends):
         raise TypeError(f"attends must be a function of ({', '.join(indices)}), got {attends!r}")
@@ -335,7 +340,7 @@ def _of_function(
                 f"{grid.seq_len}: {error}"
             ) from error
 
-    return Pattern(name, build_named)
+    return Pattern(name, build_named, of_tokens=of_tokens)
 
 
 @overload
@@ -355,7 +360,8 @@ def stack(masks):
 
     Raises:
         TypeError: `masks` is not a list, or mixes patterns and block masks.
-        ValueError: `masks` is empty, or its entries differ in block size, lengths or device.
+        ValueError: `masks` is empty, or its entries differ in block size, lengths or device. Of
+            patterns, block sizes may differ as in `a & b`.
     """
     if not isinstance(masks, Sequence):
         raise TypeError(f"masks must be a list with one for each head, got {masks!r}")
@@ -376,22 +382,20 @@ def stack(masks):
 
     name = _within_limit(f"stack({', '.join(m.name for m in masks)})")
     recipe = Recipe("stack", {"masks": list(masks)})
-    return Pattern(name, build, recipe, _common_block_size(masks))
+    return _of_parts(name, build, recipe, masks)
 
 
-def in_size(pattern: Pattern, block_size: tuple[int, int]) -> Pattern:
-    """The pattern in blocks of the size of a mask that it is combined with.
-
-    Other than with_block_size, it does not choose the size that the pattern already has.
-    """
-    return pattern if pattern.block_size == block_size else pattern.with_block_size(block_size)
-
-
-def _common_block_size(patterns: Sequence[Pattern]) -> tuple[int, int]:
-    sizes = {p.block_size for p in patterns}
+def _of_parts(
+    name: str, build: Callable[[Grid], BlockMask], recipe: Recipe, parts: Sequence[Pattern]
+) -> Pattern:
+    """The pattern that is made of others, in their common block size."""
+    # A pattern of tokens attends the same pairs in the blocks of the others.
+    fixed = [part for part in parts if part._has_own_size or not part.of_tokens]
+    sizes = {part.block_size for part in fixed or parts}
     if len(sizes) > 1:
         raise ValueError(
             f"patterns must share their block size, got {sorted(sizes)}; call with_block_size of "
             "the combined pattern"
         )
-    return sizes.pop()
+    of_tokens = all(part.of_tokens for part in parts)
+    return Pattern(name, build, recipe, sizes.pop(), of_tokens)

@@ -28,4 +28,5 @@ def causal(*, align: str | None = None) -> Pattern:
         last = torch.arange(grid.q_len, device=grid.device) + diagonal(grid, "causal", align)
         return from_intervals(grid, torch.zeros_like(last), last + 1)
 
-    return Pattern(f"causal({'' if align is None else f'align={align!r}'})", build)
+    shown = "" if align is None else f"align={align!r}"
+    return Pattern(f"causal({shown})", build, of_tokens=True)

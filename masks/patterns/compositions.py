@@ -1,5 +1,7 @@
 """Combinations of patterns that are known by a name of their own."""
 
+from dataclasses import replace
+
 import torch
 
 from masks._core.grid import Grid
@@ -29,7 +31,7 @@ def longformer(window: int, num_global: int) -> Pattern:
     """
     num_global = check_integer("num_global", num_global, least=1)
     both = local(window) | global_tokens(num_global)
-    return Pattern(f"longformer({window}, {num_global})", both.build)
+    return replace(both, name=f"longformer({window}, {num_global})")
 
 
 @builtin()

@@ -36,4 +36,4 @@ def dilated(window: int, dilation: int, *, align: str | None = None) -> Pattern:
 
         return from_offsets(grid, attends, reach, dilation, diagonal(grid, "dilated", align))
 
-    return Pattern(f"dilated({window}, {dilation})", build)
+    return Pattern(f"dilated({window}, {dilation})", build, of_tokens=True)

@@ -58,7 +58,8 @@ def documents(
 
     shown = "" if pattern is None else f", {pattern.name}"
     span = f"{len(q_lengths)} of {min(q_lengths)} to {max(q_lengths)}"
-    return Pattern(f"documents({span}{shown})", build)
+    of_tokens = pattern is None or pattern.of_tokens
+    return Pattern(f"documents({span}{shown})", build, of_tokens=of_tokens)
 
 
 def _all_keys(grid: Grid, q_lengths: list[int], k_lengths: list[int]) -> BlockMask:

@@ -47,4 +47,4 @@ def global_tokens(tokens: int | Sequence[int]) -> Pattern:
         queries, keys = (chosen(length, grid.device) for length in grid.seq_len)
         return from_cross(grid, queries, keys)
 
-    return Pattern(f"global_tokens({tokens})", build)
+    return Pattern(f"global_tokens({tokens})", build, of_tokens=True)

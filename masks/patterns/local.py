@@ -36,4 +36,4 @@ def local(window: int | tuple[int, int], *, align: str | None = None) -> Pattern
         return from_intervals(grid, centre - below, centre + above + 1)
 
     shown = (left, right) if sides is window else left
-    return Pattern(f"local({shown})", build)
+    return Pattern(f"local({shown})", build, of_tokens=True)

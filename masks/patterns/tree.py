@@ -49,4 +49,4 @@ def tree(parents: Sequence[int], prefix_len: int = 0) -> Pattern:
         own = BlockMask.from_dense(ancestors.to(grid.device), grid.block_size)
         return prefix | paste(grid, [(own, 0, prefix_len)])
 
-    return Pattern(f"tree({nodes} nodes, prefix_len={prefix_len})", build)
+    return Pattern(f"tree({nodes} nodes, prefix_len={prefix_len})", build, of_tokens=True)

@@ -22,7 +22,6 @@ from transformers.utils import logging
 import masks
 from masks import BlockMask, MaskBatch, Pattern
 from masks._parse import as_pattern
-from masks._pattern import in_size
 from sparseflash._attention import attention
 from sparseflash.compiled import stores_masks
 from sparseflash.integrations.layers import Layers, layer_patterns
@@ -392,7 +391,7 @@ def _as_list(one_or_more: Any) -> Sequence:
 
 @lru_cache(maxsize=32)
 def _causal(pattern: Pattern) -> Pattern:
-    return pattern & in_size(masks.causal(), pattern.block_size)
+    return pattern & masks.causal()
 
 
 @stores_masks(maxsize=256)

@@ -7,7 +7,6 @@ from pathlib import Path
 import masks
 from masks import Pattern
 from masks._parse import as_pattern, names_file, shortened
-from masks._pattern import in_size
 from masks.serialize import read_json
 
 Heads = Pattern | str | None
@@ -86,9 +85,7 @@ def _layer_pattern(pattern: Heads | Sequence[Heads], allowed: list[int]) -> Patt
         raise ValueError(
             f"pattern of a layer must be one for all heads or a list of {names}, got {got}"
         )
-    sizes = {own.block_size for own in (_layer_pattern(p, []) for p in pattern if p is not None)}
-    everything = masks.full() if len(sizes) != 1 else in_size(masks.full(), *sizes)
-    of_heads = [everything if own is None else _layer_pattern(own, []) for own in pattern]
+    of_heads = [_layer_pattern(own, []) for own in pattern]
     return of_heads[0] if len(set(of_heads)) == 1 else masks.stack(of_heads)
 
 

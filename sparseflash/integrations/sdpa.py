@@ -10,7 +10,6 @@ from torch.overrides import TorchFunctionMode
 import masks
 from masks import BlockMask, Pattern
 from masks._parse import as_pattern
-from masks._pattern import in_size
 from sparseflash._attention import attention
 
 
@@ -95,10 +94,10 @@ class replace_sdpa(SdpaMode):
         return out.reshape(*lead, *out.shape[-2:])
 
     def _causal(self) -> Pattern | BlockMask:
-        causal = in_size(masks.causal(), self.mask.block_size)
-        if isinstance(self.mask, BlockMask):
-            return self.mask & causal(self.mask.seq_len, device=self.mask.device)
-        return self.mask & causal
+        mask = self.mask
+        if isinstance(mask, BlockMask):
+            return mask & masks.causal()(mask.seq_len, mask.block_size, mask.device)
+        return mask & masks.causal()
 
 
 def _broadcast(

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import masks
 from masks import BlockMask, Pattern
 from masks._parse import as_pattern
-from masks._pattern import in_size
 from sparseflash._attention import attention
 from sparseflash.integrations.sdpa import SdpaMode
 from sparseflash.nn import SparseAttention
@@ -155,7 +154,9 @@ def loss_difference(
 
 def within(pattern: Pattern, base: Pattern) -> Pattern:
     """The pattern, restricted to the pairs of the model's own pattern."""
-    return pattern & in_size(base, pattern.block_size)
+    if base.block_size != pattern.block_size:
+        base = base.with_block_size(pattern.block_size)
+    return pattern & base
 
 
 class _Capture(SdpaMode):

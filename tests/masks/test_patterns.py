@@ -249,10 +249,68 @@ def test_a_pattern_has_a_block_size_of_its_own():
     assert fine(200, 16) == masks.butterfly()(200, 16)
     both = ~fine | masks.causal().with_block_size((32, 64))
     assert both(200).block_size == masks.stack([fine, both])(200).block_size == (32, 64)
-    with pytest.raises(ValueError, match="; call with_block_size of the combined"):
-        operator.and_(fine, masks.causal())
+    for other in (masks.butterfly(), masks.full().with_block_size(128), ~masks.strided(2)):
+        with pytest.raises(ValueError, match=r"got \[.*\]; call with_block_size of the combined"):
+            operator.and_(fine, other)
     with pytest.raises(ValueError, match="block_size must have sides in"):
         fine.with_block_size(48)
+
+
+RULES = [operator.and_, operator.or_, operator.sub, operator.xor]
+
+
+@pytest.mark.parametrize("of_blocks", [masks.butterfly(), masks.random(0.4)])
+@pytest.mark.parametrize("tokens", [p for p, _ in TOKEN_PATTERNS], ids=lambda p: p.name)
+def test_a_pattern_of_tokens_takes_the_block_size_of_the_other(tokens, of_blocks):
+    fine = of_blocks.with_block_size((16, 32))
+    blocks, pairs = fine(177).to_dense(), tokens(177).to_dense()
+    for rule in RULES:
+        mask, reverse = rule(fine, tokens)(177), rule(tokens, fine)(177)
+        assert mask.block_size == reverse.block_size == (16, 32)
+        expected = rule(blocks, pairs) if rule is not operator.sub else blocks & ~pairs
+        assert torch.equal(mask.to_dense(), expected)
+        expected = rule(pairs, blocks) if rule is not operator.sub else pairs & ~blocks
+        assert torch.equal(reverse.to_dense(), expected)
+    nested = ~(fine & ~tokens) ^ (tokens - masks.local(5))
+    expected = ~(blocks & ~pairs) ^ (pairs & ~masks.local(5)(177).to_dense())
+    assert torch.equal(nested(177).to_dense(), expected)
+    stacked = masks.stack([tokens, fine, ~tokens])(177).to_dense()
+    assert torch.equal(stacked, torch.stack([pairs, blocks, ~pairs]))
+
+
+def test_a_combined_pattern_keeps_its_block_size():
+    combined = masks.butterfly().with_block_size(16) & masks.causal()
+    assert masks.from_json(masks.to_json(combined)) == combined
+    assert combined.with_block_size(64)(200) == (masks.butterfly() & masks.causal())(200, 64)
+    assert (masks.local(9) | combined)(200).block_size == (16, 16)
+
+
+EVERY_PATTERN = [
+    *[p for p, _ in TOKEN_PATTERNS],
+    masks.documents([150, 27]),
+    masks.documents([150, 27], pattern="local(9)"),
+    masks.pattern(lambda q, k: (q * k) % 7 == 0),
+    masks.longformer(9, 2) ^ ~masks.causal(),
+    masks.stack([masks.local(3), masks.full()]),
+    *[p for p, _ in BLOCK_PATTERNS],
+    masks.random(0.3),
+    masks.documents([150, 27], pattern="butterfly()"),
+    masks.block_pattern(lambda i, j: i > j),
+    masks.causal() & masks.butterfly(),
+    masks.stack([masks.butterfly(1), masks.full()]),
+]
+
+
+@pytest.mark.parametrize("pattern", EVERY_PATTERN, ids=lambda p: p.name)
+def test_pairs_of_a_pattern_of_tokens_are_those_of_every_block_size(pattern):
+    made = [pattern(177, size).to_dense() for size in (16, (64, 32), 128)]
+    assert all(torch.equal(made[0], other) for other in made[1:]) == pattern.of_tokens
+
+
+def test_a_tree_is_a_pattern_of_tokens():
+    pattern = masks.tree(NINE_NODES, prefix_len=41)
+    assert pattern.of_tokens
+    assert torch.equal(pattern((9, 50), 16).to_dense(), pattern((9, 50), (64, 32)).to_dense())
 
 
 def test_parse_reads_a_file(tmp_path):

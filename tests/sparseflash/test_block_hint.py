@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import masks
-from masks._pattern import in_size
 from sparseflash import block_hint, io_model
 from sparseflash.dispatch.plan import find_plan
 from sparseflash.dispatch.spec import CallFacts
@@ -38,7 +37,7 @@ def test_a_mask_of_the_default_block_size_gets_one_hint(hints):
     assert len(hints.messages) == 1
     plan_for(NARROW & masks.local(17), 2048)  # a pattern, which is compiled for the call
     assert len(hints.messages) == 2
-    plan_for(NARROW & in_size(masks.causal(), NARROW.block_size), 2048)
+    plan_for(NARROW & masks.causal(), 2048)
     assert len(hints.messages) == 3
 
 
