@@ -11,6 +11,7 @@ from masks._pattern import Pattern, builtin
 from masks.arguments import check_integers
 from masks.block_mask import BlockMask
 from masks.builders import from_intervals, from_runs, paste
+from masks.patterns.full import full
 
 
 @builtin(pattern=optional_pattern)
@@ -25,9 +26,9 @@ def documents(
         lengths: Number of queries of each document, with the sum q_len.
         k_lengths: Number of keys of each document, with the sum k_len; by default `lengths`.
         pattern: A Pattern or its text: which keys of its document a query attends, by default all.
-            It is applied to each document, whose first token is the first token of a block. Text
-            is parsed once, when `documents` is called: a file that it names is run then, and not
-            when a saved pattern is loaded.
+            It is applied to each document, whose first token is the first token of a block. Its
+            block size is that of the result. Text is parsed once, when `documents` is called: a
+            file that it names is run then, and not when a saved pattern is loaded.
 
     Raises:
         TypeError: Lengths are not integers, or `pattern` has another type.
@@ -58,8 +59,9 @@ def documents(
 
     shown = "" if pattern is None else f", {pattern.name}"
     span = f"{len(q_lengths)} of {min(q_lengths)} to {max(q_lengths)}"
-    of_tokens = pattern is None or pattern.of_tokens
-    return Pattern(f"documents({span}{shown})", build, of_tokens=of_tokens)
+    own = full() if pattern is None else pattern
+    name = f"documents({span}{shown})"
+    return Pattern(name, build, block_size=own.block_size, of_tokens=own.of_tokens)
 
 
 def _all_keys(grid: Grid, q_lengths: list[int], k_lengths: list[int]) -> BlockMask:

@@ -278,6 +278,13 @@ def test_a_pattern_of_tokens_takes_the_block_size_of_the_other(tokens, of_blocks
     assert torch.equal(stacked, torch.stack([pairs, blocks, ~pairs]))
 
 
+def test_documents_have_the_block_size_of_their_pattern():
+    fine = masks.documents([150, 27], pattern=masks.butterfly().with_block_size(16))
+    assert fine(177) == masks.documents([150, 27], pattern="butterfly()")(177, 16)
+    assert (fine & masks.causal())(177).block_size == (16, 16)
+    assert masks.from_json(masks.to_json(fine)) == fine
+
+
 def test_a_combined_pattern_keeps_its_block_size():
     combined = masks.butterfly().with_block_size(16) & masks.causal()
     assert masks.from_json(masks.to_json(combined)) == combined

@@ -119,6 +119,18 @@ def test_a_pattern_by_its_text():
     assert torch.equal(out, sparseflash.attention_varlen(*tensors, bounds, bounds, masks.causal()))
 
 
+def test_a_pattern_keeps_its_block_size():
+    x = torch.randn(90, 2, 8)
+    bounds = torch.tensor([0, 90])
+    mask = masks.butterfly().with_block_size(16)
+    found = sparseflash.attention_varlen(x, x, x, bounds, bounds, mask)
+    whole = x.transpose(0, 1)[None]
+    expected = sparseflash.attention(whole, whole, whole, mask)[0].transpose(0, 1)
+    torch.testing.assert_close(found, expected)
+    dense = sparseflash.attention(whole, whole, whole)[0].transpose(0, 1)
+    assert not torch.allclose(found, dense)
+
+
 def test_a_document_without_keys_and_one_without_queries():
     query, key, value = torch.randn(10, 2, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
     out, lse = sparseflash.attention_varlen(
