@@ -77,7 +77,7 @@ def find_plan(
         checked = _Checked(query.shape[2], key.shape[2], query.device)
         _checked[tensor_properties] = checked
     if isinstance(mask, Pattern):
-        mask = _compiled(mask, checked.q_len, checked.k_len, checked.device)
+        mask = compiled_pattern(mask, checked.q_len, checked.k_len, checked.device)
     deterministic = torch.are_deterministic_algorithms_enabled()
     kind = type(options.get("deterministic"))  # 1 equals True but is refused
     signature = (checked, facts, deterministic, kind, _fixed_sizes.get(), *options.items())
@@ -161,7 +161,7 @@ def compiled_mask(mask: AnyMask, query: Tensor, key: Tensor) -> CompiledMask:
     batch, heads, q_len = query.shape[:3]
     kv_heads, k_len = key.shape[1:3]
     if isinstance(mask, Pattern):
-        mask = _compiled(mask, q_len, k_len, query.device)
+        mask = compiled_pattern(mask, q_len, k_len, query.device)
     if mask.seq_len != (q_len, k_len):
         raise ValueError(f"mask must have seq_len {(q_len, k_len)}, got {mask.seq_len}")
     _check_count("heads", mask.num_heads, {1, kv_heads, heads})
@@ -176,6 +176,6 @@ def _check_count(name: str, count: int, allowed: set[int]) -> None:
 
 
 @stores_masks(maxsize=128)
-def _compiled(pattern: Pattern, q_len: int, k_len: int, device: torch.device) -> BlockMask:
+def compiled_pattern(pattern: Pattern, q_len: int, k_len: int, device: torch.device) -> BlockMask:
     """The mask of a pattern. Equal patterns share it, even if each call makes a new pattern."""
     return pattern((q_len, k_len), device=device)

@@ -8,7 +8,7 @@ import torch
 import masks
 import sparseflash
 from experiments.timing import no_waiting
-from sparseflash.dispatch.plan import _compiled
+from sparseflash.dispatch.plan import compiled_pattern
 from sparseflash.reference import standard_attention
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
 
@@ -235,9 +235,9 @@ def test_lengths_on_the_host_and_in_a_graph():
 def test_an_equal_pattern_is_not_compiled_again():
     query, key, value, _ = make_inputs(1, 1, 40, 40, 8)
     sparseflash.attention(query, key, value, masks.local(7) & masks.causal())
-    before = _compiled.cache_info().misses
+    before = compiled_pattern.cache_info().misses
     sparseflash.attention(query, key, value, masks.local(7) & masks.causal())
-    assert _compiled.cache_info().misses == before
+    assert compiled_pattern.cache_info().misses == before
 
 
 def test_gradcheck_in_float64():

@@ -18,7 +18,7 @@ from sparseflash import backends
 from sparseflash.arguments import _RANGES, MAX_VIEWS, lengths_in_range
 from sparseflash.backends import cpu
 from sparseflash.dispatch.call import NO_MEMORY, Call, Positions, empty_like
-from sparseflash.dispatch.plan import _compiled, find_plan, fixed_block_sizes
+from sparseflash.dispatch.plan import compiled_pattern, find_plan, fixed_block_sizes
 from sparseflash.dispatch.spec import CallFacts
 from sparseflash.nn import SparseAttention
 from sparseflash.score import ScoreFunction, checked_score_tensors
@@ -34,11 +34,11 @@ def only_backend(monkeypatch):
             functions = {"forward_block_size_for": functions["block_size_for"]} | functions
         backend = SimpleNamespace(**vars(cpu) | functions)
         monkeypatch.setattr(backends, "BACKENDS", (backend,))
-        _compiled.cache_clear()
+        compiled_pattern.cache_clear()
         return backend
 
     yield replaced
-    _compiled.cache_clear()
+    compiled_pattern.cache_clear()
 
 
 def test_fixed_block_sizes_hold_in_their_context_alone():
@@ -402,9 +402,9 @@ def fast_without_sums(monkeypatch):
     own = (named("fast", cpu.extras - sums), named("complete", cpu.extras))
     monkeypatch.setattr(backends, "BACKENDS", own)
     monkeypatch.setattr("sparseflash._explain.SECONDS", 0.0)
-    _compiled.cache_clear()
+    compiled_pattern.cache_clear()
     yield ran
-    _compiled.cache_clear()
+    compiled_pattern.cache_clear()
 
 
 @pytest.mark.parametrize("of", ["bias", "score tensors", "blocks", "nothing"])
