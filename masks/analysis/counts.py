@@ -29,9 +29,12 @@ def attended_pairs(mask: BlockMask) -> int:
 def computed_pairs(mask: BlockMask) -> int:
     """The number of pairs in non-zero blocks, inside the sequence, summed over heads."""
     g, blocks = mask.grid, mask.block_set
-    flat = torch.cat([blocks.full.expand(), blocks.partial])
-    stacked, column = g.stacked_row(flat), flat % g.row_stride
-    keys = (g.k_len - column * g.bk).clamp(max=g.bk)
+    # Runs are not expanded: a full mask has as many blocks as its length squared.
+    _, _, first, last = g.locate_runs(blocks.full)
+    of_runs = (last * g.bk).clamp(max=g.k_len) - first * g.bk
+    of_partial = (g.k_len - blocks.partial % g.row_stride * g.bk).clamp(max=g.bk)
+    keys = torch.cat([of_runs, of_partial])
+    stacked = g.stacked_row(torch.cat([blocks.full.begin, blocks.partial]))
     queries = (g.q_len - stacked % g.nq * g.bq).clamp(max=g.bq)
     per_mask = torch.bincount(stacked // g.nq, (keys * queries).double(), blocks.num_masks)
     return int(per_mask[list(blocks.head_to_mask)].sum())

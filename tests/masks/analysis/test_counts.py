@@ -20,4 +20,6 @@ def test_counts_are_those_of_the_dense_masks(size):
 
 
 def test_keys_past_the_end_of_full_blocks_do_not_count():
-    assert (keys_per_query(masks.full()((40, 50), 16)) == 50).all()
+    mask = masks.full()((40, 50), 16)
+    assert (keys_per_query(mask) == 50).all()
+    assert computed_pairs(mask) == 40 * 50
