@@ -6,7 +6,7 @@ to its mask by a handle. A pattern is compiled when the graph runs, at the lengt
 one graph is valid for every sequence length.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from masks import DynamicMask, MaskBatch
 from masks.registry import find
 from sparseflash.arguments import AnyMask, are_plain, lengths_in_range
+from sparseflash.dispatch import flops
 from sparseflash.dispatch.autograd import refuse_second_derivative
 from sparseflash.dispatch.call import Call, empty_max_logits, empty_out
 from sparseflash.dispatch.plan import find_plan
@@ -102,6 +103,8 @@ def traced_attention(
     arguments = (bias, block_scores, blocks, handle, key_lengths, seed, max_logits)
     tensors = [] if score_tensors is None else [*score_tensors.tensors]
     arguments = (*arguments, tensors, *options.as_dict().values())
+    if not torch.compiler.is_dynamo_compiling():
+        flops.register(_FLOPS)
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         from sparseflash.dispatch import transforms  # imports torch's compiler
 
@@ -158,6 +161,22 @@ _ARGUMENTS = {
     operator: [argument.name for argument in operator._opoverload._schema.arguments]
     for operator in (attention, attention_backward)
 }
+
+
+def _formula(operator, count: Callable[[Mapping[str, Any]], int]) -> Callable[..., int]:
+    """FLOPs of an operator, with its result, as torch.utils.flop_counter counts them."""
+
+    def formula(*arguments: Any, out_val: Any = None, **named: Any) -> int:
+        return count(dict(zip(_ARGUMENTS[operator], arguments, strict=False)) | named)
+
+    return formula
+
+
+_FLOPS = {
+    torch.ops.sparseflash.attention: _formula(attention, flops.of_forward),
+    torch.ops.sparseflash.attention_backward: _formula(attention_backward, flops.of_backward),
+}
+flops.register(_FLOPS)  # for graphs, which call the operators
 
 
 def _call(bound: dict[str, Any], needs: Sequence[bool] = (False, False, False)) -> Call:
