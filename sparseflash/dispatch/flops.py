@@ -28,7 +28,7 @@ def register(formulas: Mapping[Any, Callable[..., int]]) -> None:
     Args:
         formulas: A function of the arguments of each operator (OpOverloadPacket).
     """
-    module = sys.modules.get("torch.utils.flop_counter")
+    module: Any = sys.modules.get("torch.utils.flop_counter")
     if module is None:
         return
     for operator, formula in formulas.items():
@@ -70,14 +70,14 @@ def _pairs(bound: Mapping[str, Any]) -> int:
     query, key, blocks = (bound[name] for name in ("query", "key", "blocks"))
     batch, heads, q_len, _ = query.shape
     k_len, mask = key.shape[2], find(bound["mask"])
+    q_known, k_known = (x.node.hint if isinstance(x, torch.SymInt) else x for x in (q_len, k_len))
     with _real_tensors():
         if isinstance(mask, Pattern):
-            lengths = [x.node.hint if isinstance(x, torch.SymInt) else x for x in (q_len, k_len)]
-            if None in lengths:  # that no call has: all pairs are the most that can attend
+            if q_known is None or k_known is None:  # then all pairs are the most that can attend
                 return batch * heads * q_len * k_len
             # Of tensors without values the machine may not have the device.
             device = query.device if are_plain(query) else torch.device("cpu")
-            mask = compiled_pattern(mask, *lengths, device)
+            mask = compiled_pattern(mask, q_known, k_known, device)
         # Of blocks without values, those of the support are the most that can be selected.
         if blocks is not None and are_plain(blocks) and not is_captured(blocks.device):
             mask = mask.select(blocks)

@@ -1,5 +1,7 @@
 """What torch.utils.flop_counter counts: the useful FLOPs of both passes."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -119,7 +121,7 @@ def test_a_length_that_is_not_known_may_have_all_pairs():
     with mode:
         query = torch.empty(2, 3, length, 8)
     bound = dict.fromkeys(("query", "key", "value"), query)
-    found = flops.of_forward(bound | {"blocks": None, "mask": NEAR.handle})
+    found: Any = flops.of_forward(bound | {"blocks": None, "mask": NEAR.handle})
     assert found.node.expr == 2 * 2 * 3 * 16 * length.node.expr**2
 
 
