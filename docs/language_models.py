@@ -29,6 +29,7 @@ LANGUAGE_MODELS = {  # records of Table 4 and their titles
     "language-model-25m-contexts": "A token is a byte, without warm-up",
     WARM_UP: "A token is a byte, with warm-up",
     "language-model-25m-warm-up-tokens": "A token is one of byte-level BPE, with warm-up",
+    "language-model-124m-warm-up": "A token is a byte, with warm-up, a larger model",
 }
 CONTEXT = 16384  # tokens, of the sentence in the README
 WITHIN = 0.01  # of the bits per byte of dense attention
@@ -148,9 +149,13 @@ def of_record(record: dict) -> str:
 def not_trained(name: str, runs: dict[str, dict]) -> str:
     """The runs of CONTEXTS that the record of this name lacks, if it is a record of CONTEXTS."""
     script = CONTEXTS.read_text()
-    if f"record={name.removeprefix('language-model-')}" not in script.split():
+    # The line of the record, and a next one if it selects runs.
+    record = rf"record={re.escape(name.removeprefix('language-model-'))}$(\n.*chosen=\((.*?)\))?"
+    found = re.search(record, script.replace(" ;;", ""), re.M)
+    if found is None:
         return ""
-    lacking = [run for run in re.findall(r"^run (\S+)", script, re.M) if run not in runs]
+    wanted = found[2].split() if found[2] else re.findall(r"^run (\S+)", script, re.M)
+    lacking = [run for run in wanted if run not in runs]
     return f"*Not trained yet: {', '.join(lacking)}.*" if lacking else ""
 
 

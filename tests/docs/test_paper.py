@@ -394,6 +394,8 @@ def test_table_4_says_which_runs_of_its_script_are_not_trained(paper, tmp_path):
     every = dict.fromkeys([*lacking.split(", "), "dense-1k", "heads-16k"])
     assert not_trained("language-model-25m-warm-up-tokens", every) == ""
     assert not_trained("language-model-25m-contexts", {}) == ""
+    shown = not_trained("language-model-124m-warm-up", {"dense-16k": {}})
+    assert shown == "*Not trained yet: dense-1k, mid-16k.*"
     folder = write_model(tmp_path / "dense-1k")
     write_models(tmp_path, "25m-warm-up", "NVIDIA H200", [folder])
     assert "*Not trained yet: dense-4k, dense-16k, wide" in paper.TABLES["language-models"]()

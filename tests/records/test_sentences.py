@@ -240,6 +240,15 @@ def test_language_models_of_tokens():
     assert told in words(PAPER)
     steps = long["steps"] - long["short_steps"]
     assert f"Only {steps} of {long['steps']:,} steps read 16K tokens" in words(PAPER)
+    mid = runs["mid-16k"]
+    less = [100 * (1 - mid["bits_per_byte"] / run["bits_per_byte"]) for run in (short, long)]
+    told = "better than both: {:.1f} % better than 1K, and {:.1f} % better than dense attention"
+    assert told.format(*less) in words(PAPER)
+    last = common_seconds((short, long, mid))
+    assert last is not None
+    timed = {name: bits_at(run, last) or 0 for name, run in runs.items()}
+    assert min(timed, key=lambda name: timed[name]) == "mid-16k"
+    assert "after equal times too (one run of each)" in words(PAPER)
 
 
 def at_1k(run: dict) -> float:

@@ -67,6 +67,18 @@ def test_some_of_the_runs_are_trained_and_recorded(tmp_path):
     assert done.stderr.endswith("dense-64k, got dense\n")
 
 
+def test_three_runs_of_a_larger_model(tmp_path):
+    *trained, record = commands_of(tmp_path, "large")
+    assert [command[3] for command in trained[1:]] == ["124m-1k", "124m-16k", "124m-16k"]
+    for command in trained[1:]:
+        attention = [value for option, value in pairwise(command) if option == "--attention"]
+        for text in attention:
+            causal_pattern(text, PRESETS[command[3]].heads, 128)
+    names = ("dense-1k", "dense-16k", "mid-16k")
+    folders = [f"runs/language-model-124m/{name}" for name in names]
+    assert record[2:] == ["record", "124m-warm-up", *folders]
+
+
 def test_another_kind_of_tokens_is_refused(tmp_path):
     done = subprocess.run(["bash", SCRIPT, "books", "540", "words"], cwd=tmp_path, check=False)
     assert done.returncode
