@@ -246,7 +246,7 @@ def test_table_4(paper, tmp_path):
     # Of the causal mask's 36 blocks a narrow window has those of two diagonals, 8 + 7.
     assert row(equal_bytes, "sparse") == ["1,024 bytes", "`local(8)`", "42 %", *found]
     assert row(equal_times, "sparse")[-1] == "–"
-    assert row(paper.overview(), "Table 4")[-1] == "1 of 3"
+    assert row(paper.overview(), "Table 4")[-1] == "1 of 4"
     assert "bits per byte than dense" not in shown
 
 

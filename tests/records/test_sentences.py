@@ -181,10 +181,9 @@ def test_language_models_with_longer_contexts():
     told = "With warm-up and after 498 MB they are better, with dense attention and with the wide,"
     assert told in text
     assert "after equal times too, on the GPU with a run of 1K" in text
-    assert all(
-        at_1k(of["dense-1k"][0]) <= at_1k(run) for group in longer.values() for run in group
-    )
-    assert "at positions 512 to 1,024 no run with 16K is better than 1K" in text
+    assert all(at_1k(of["dense-1k"][0]) <= fmean(map(at_1k, group)) for group in longer.values())
+    told = "at positions 512 to 1,024 no attention with 16K is better than 1K, as a mean"
+    assert told in text
     by_width = [bits[f"{name}-16k"] for name in ("wide", "mid", "narrow")]
     assert by_width == sorted(by_width)
 
