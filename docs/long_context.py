@@ -26,13 +26,23 @@ STRONG_SCALING = {
     "long-context-strong-1m-2": "Strong scaling, 1,048,576 tokens, 16 heads",
     STRONG: "Strong scaling, 262,144 tokens, 16 heads",
 }
-# Numbers of later runs of the same sizes, on the GPUs on which they exist.
+# Later runs of the same sizes, on the GPUs on which they exist.
 LATER = {
-    WEAK: (2, 3, 4),
-    "long-context-weak-1m-16-4-heads-2": (2,),
-    STRONG: (2,),
-    "long-context-strong-1m-2": (2, 3),
-    "long-context-strong-2m-16-4-heads-2": (2, 3),
+    WEAK: (
+        "long-context-weak-128k-2-run-2",
+        "long-context-weak-128k-2-run-3",
+        "long-context-weak-128k-2-run-4",
+    ),
+    "long-context-weak-1m-16-4-heads-2": ("long-context-weak-1m-16-4-heads-2-run-2",),
+    STRONG: ("long-context-strong-256k-2-run-2",),
+    "long-context-strong-1m-2": (
+        "long-context-strong-1m-2-run-2",
+        "long-context-strong-1m-2-run-3",
+    ),
+    "long-context-strong-2m-16-4-heads-2": (
+        "long-context-strong-2m-16-4-heads-2-run-2",
+        "long-context-strong-2m-16-4-heads-2-run-3",
+    ),
 }
 MACHINE = "long-context-machine"
 AIMED = ("window", "butterfly")  # the masks of the aims
@@ -126,7 +136,7 @@ def runs(name: str, device: str) -> dict | None:
     record = load(name, device)
     if record is None:
         return None
-    laters = (load(f"{name}-run-{number}", device) for number in LATER.get(name, ()))
+    laters = (load(later, device) for later in LATER.get(name, ()))
     newest: dict[str, dict] = {}
     found = (record, *filter(None, laters))
     for each in sorted(found, key=lambda run: run["environment"]["date"]):

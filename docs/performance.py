@@ -462,13 +462,13 @@ device, run `python -m experiments.speedup` (one minute with `--quick`) and
 - **Density s** is the number of non-zero blocks over the number of all blocks.
 - **Useful FLOPs** are those of the non-zero blocks: 4 · head dim for each pair in the forward
   pass, 2.5 times as many in the backward pass.
-- **Rested** times are measured in short turns with pauses between them, **sustained** times under
-  continuous load, where the power limit of the device lowers its clock. Times and rates are rested
-  unless a table says otherwise.
-- **The clock is nearly the same for all.** The load is that of all implementations, one shortly
-  after another. Alone, one that draws less power has a higher clock. So factors over FlexAttention
-  are larger than those of a script that times one implementation after the other
-  ([notebook](notebook/2026-11.md)).
+- **Rested** times are measured in short turns with pauses between them. All implementations have
+  nearly the same clock there, that of their mixture, so rested ratios are nearly those of cycles.
+- **Sustained** times are measured under continuous load of one implementation, after 100 ms in
+  which the power limit has set its clock. One that draws less power keeps a higher clock, so
+  factors over it are smaller than rested ones. In records before commit 31c3f61 these were 10 ms,
+  which left all of them the clock of the mixture ([notebook](notebook/2026-11.md)).
+- Times and rates are rested unless a table says otherwise.
 - **An empty cell** means that the implementation was not measured on this mask; most do not
   support it.
 - **Method.** Every result is checked before it is timed. Implementations are timed in alternation,
