@@ -397,6 +397,51 @@ def test_path_x_dense_beside_sparse():
     assert f"after {dense['seconds']} seconds of one H200 ({dense['steps']:,} steps" in text
 
 
+def test_what_the_curriculum_of_pathfinder_needs():
+    text = words(page.README)
+
+    def last_stage(run: dict) -> dict[int, float]:
+        """Validation accuracy in % at the steps of the last stage."""
+        begin = sum(stage["trained"] for stage in run["stages"][:-1])
+        if run["curve"][-1][0] == run["stages"][-1]["trained"]:
+            begin = 0  # the curve is that of the last stage alone
+        return {point[0] - begin: 100 * point[1] for point in run["curve"]}
+
+    seeds = read("lra-pathfinder32-labels")["groups"]["pathfinder32-curriculum"]["runs"]
+    at = sorted(last_stage(run)[1750] for run in seeds)
+    assert f"{at[0]:.1f} to {at[-1]:.1f}% after 1,750 steps" in text
+    groups = read("lra-pathfinder32-ablations")["groups"]
+    mean, raster, at_once = (
+        groups[f"pathfinder32-{name}"]["runs"][0] for name in ("mean", "raster", "at-once")
+    )
+    assert f"it is {last_stage(mean)[1750]:.1f}% after as many" in text
+    end = raster["stages"][-1]["trained"]
+    assert f"it is {last_stage(raster)[end]:.1f}% after {end:,}, where a time limit" in text
+    assert at_once["stuck"]
+    assert "Without shorter contours the model is stuck at chance" in text
+    group = read("lra-pathfinder32-labels-easier")["groups"]["pathfinder32-easier"]
+    (easier,) = group["runs"]
+    told = f"{100 * easier['test/accuracy']:.2f}% after {easier['stages'][-1]['trained']:,} steps"
+    assert told in text
+    assert easier["test/accuracy"] < min(run["test/accuracy"] for run in seeds)
+
+
+def test_four_attentions_on_listops():
+    text = words(page.README)
+    record = read("lra-listops-attentions")
+    runs = {name: group["runs"][0] for name, group in record["groups"].items()}
+    steps = runs["listops-nystromformer"]["steps"]
+    assert f"(stopped after {steps:,} of 5,000 steps)" in text
+    root = record["floors"]["root operator only"]
+    for name in ("linformer", "nystromformer"):
+        assert abs(runs[f"listops-{name}"]["test/accuracy"] - root) < 0.03
+    for name, last in (("linear", 5000), ("local", 4000), ("nystromformer", 3000)):
+        curve = {step: accuracy for step, accuracy, *_ in runs[f"listops-{name}"]["curve"]}
+        assert all(accuracy < 0.18 for step, accuracy in curve.items() if step <= last)
+        assert name == "linear" or max(curve.values()) > 0.2
+    assert "at the most frequent class until step 4,000" in text
+
+
 def test_image_and_pathfinder_of_the_published_protocol():
     text, ends, tested = words(page.README), [], []
     for group in read("lra-image")["groups"].values():
