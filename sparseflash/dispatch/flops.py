@@ -35,7 +35,7 @@ def register(formulas: Mapping[Any, Callable[..., int]]) -> None:
         if operator not in module.flop_registry:
             module.register_flop_formula(operator, get_raw=True)(formula)
     for mode in _get_current_dispatch_mode_stack():
-        counter = getattr(mode, "counter", None)
+        counter = getattr(mode, "counter", mode)
         if isinstance(counter, module.FlopCounterMode):
             for operator in formulas:
                 counter.flop_registry.setdefault(operator, module.flop_registry[operator])
