@@ -59,6 +59,7 @@ ABOUT_NO_MODULE = {
     "sparseflash/nn/test_parallel.py",
     "sparseflash/distributed/test_gpus.py",
     "sparseflash/distributed/test_memory.py",
+    "sparseflash/distributed/test_refusals.py",
     "sparseflash/test_default_device.py",
     "sparseflash/test_dynamic_masks.py",
     "sparseflash/test_endurance.py",
