@@ -6,7 +6,7 @@ They are useful FLOPs: those of the products of all pairs in non-zero blocks, in
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -35,7 +35,7 @@ def register(formulas: Mapping[Any, Callable[..., int]]) -> None:
         if operator not in module.flop_registry:
             module.register_flop_formula(operator, get_raw=True)(formula)
     for mode in _get_current_dispatch_mode_stack():
-        counter = getattr(mode, "counter", mode)
+        counter = cast(Any, getattr(mode, "counter", None))
         if isinstance(counter, module.FlopCounterMode):
             for operator in formulas:
                 counter.flop_registry.setdefault(operator, module.flop_registry[operator])
