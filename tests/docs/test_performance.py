@@ -324,6 +324,49 @@ def test_the_profile_of_a_model_has_its_time_and_memory(performance, tmp_path):
     assert "| 32 | 32 on 8 | 32,768 | 8 | yes | 12.3 | 7.1 | 0.0451 | 35.2 | 68.7 |" in page
 
 
+def test_rows_in_which_a_baseline_is_faster_than_both_modes(performance, tmp_path):
+    names = ("sparseflash:auto", "sparseflash:auto/any-order", "flash4", "cudnn")
+    times = {  # of the default, of any order, of two baselines
+        "full": (8.0, 8.0, 9.0, 10.0),
+        "a": (8.0, 5.0, 6.0, 9.0),
+        "b": (8.0, 5.0, 9.0, 4.0),
+    }
+    rows = [
+        replace(FULL, implementation=name, pattern=pattern, median_ms=ms, sustained_ms=2 * ms)
+        for pattern, own in times.items()
+        for name, ms in zip(names, own, strict=True)
+    ]
+    save(tmp_path, "bench-sparse", H200, rows)
+    found = performance.load("bench-sparse")["rows"]
+    lines = performance.slower_rows(found).splitlines()
+    assert len(lines) == 5
+    assert lines[-1] == "| 128 | 16,384 | b | forward | 0.800 | 0.800 | cuDNN |"
+    assert performance.slower_rows([r for r in found if r["pattern"] == "full"]) == ""
+
+
+def test_what_binds_has_the_figures_of_the_counters(performance):
+    units = ("tensor cores", "exponentials", "shared memory")
+
+    def row(problem, implementation, kernel, *percent):
+        return {
+            "problem": problem,
+            "implementation": implementation,
+            "kernel": kernel,
+            "percent": dict(zip(units, percent, strict=True)),
+        }
+
+    rows = [
+        row("full", "sparseflash:auto", "query_gradient", 81, 2, 3),
+        row("full", "sparseflash:auto", "key_value_gradient", 72, 2, 3),
+        row("full, in any order", "sparseflash:auto/any-order", "fused_gradient", 1, 2, 63),
+        row("full, 64 dims", "sparseflash:auto", "forward", 54, 45, 3),
+    ]
+    told = performance.what_binds({"rows": rows})
+    assert "tensor cores busy for 81 % and 72 % of their cycles" in told
+    assert "busy for 63 % of its cycles (FlashAttention-4 – %)" in told
+    assert "busy for 54 % and 45 % of the cycles (FlashAttention-4 – % and – %)" in told
+
+
 @pytest.mark.parametrize("year", [2020, 2030])
 def test_a_mask_of_two_runs_is_of_the_newest_one(performance, tmp_path, year):
     """The page says where the masks are from that are not of the first record."""
