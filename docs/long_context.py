@@ -57,6 +57,7 @@ a query on average (*random 1/16* one of 16 blocks), and *top-k* selects 4,096 k
 The all-gather and the ring use the same kernels. Other programs used other GPUs of the host. A run
 ends after a given time, so it may have only some of the masks or of the implementations.
 
+- Times and memory are those of both passes, if a column does not name one.
 - **Efficiency** is the useful FLOP/s of a GPU over that of one GPU with the same plan.
 - **Over all-gather** is the time of the all-gather over that of the plan. *At most* is this ratio
   for a plan with efficiency 1.
@@ -74,6 +75,9 @@ ends after a given time, so it may have only some of the masks or of the impleme
 STRONG_TEXT = """\
 One sequence on one and on two GPUs, with the columns of weak scaling."""
 
+EACH_PASS = """\
+Each pass; the backward pass is the time of both passes minus that of the forward pass:"""
+
 # Of records that an earlier instrument wrote.
 FROM_IDLE = """\
 In these runs the GPU was idle when the first kernel was launched, so each time has up to 0.3 ms of
@@ -89,12 +93,12 @@ def long_context(record: dict) -> str:
         parts.append(reasons(found[WEAK]["rows"], found[GROUPED]["rows"]))
     parts += [model(found), fitted(load(MACHINE, device))]
     for name, each in found.items():
-        parts += [f"**{WEAK_SCALING[name]}**", scaling(each["rows"]), limited(each["rows"])]
+        parts += [f"**{WEAK_SCALING[name]}**", *tables(each["rows"])]
         parts += each["others"]
         parts += [measured(each)] * (name != WEAK)  # the caller adds that of WEAK, the last
     for name, title in LONGER.items():
         if (each := runs(name, device)) is not None:
-            parts += [f"**{title}**", scaling(each["rows"]), limited(each["rows"])]
+            parts += [f"**{title}**", *tables(each["rows"])]
             parts += [*each["others"], measured(each)]
     title = f"Weak scaling on two GPUs, {record['environment']['device']}"
     parts.append(picture(record["stem"], title))
@@ -120,7 +124,7 @@ def strong(record: dict) -> str:
     for name, title in STRONG_SCALING.items():
         each = runs(name, device)
         if each is not None:
-            parts += [f"**{title}**", scaling(each["rows"]), limited(each["rows"])]
+            parts += [f"**{title}**", *tables(each["rows"])]
             parts += [FROM_IDLE] * ("exchanges" not in each)
             parts += each["others"]
             parts += [measured(each)] * (name != STRONG)  # the caller adds that of STRONG
@@ -178,6 +182,11 @@ def patterns(rows: Rows) -> list[str]:
     return [name for name in names if all(row_of(rows, name, "plan", n) for n in (1, 2))]
 
 
+def tables(rows: Rows) -> list[str]:
+    """Both passes together, each pass, and plans with limited memory."""
+    return [scaling(rows), of_each_pass(rows), limited(rows)]
+
+
 def scaling(rows: Rows) -> str:
     """A line for each mask on two GPUs."""
     head = ["mask", "density s", "one GPU, ms", "two GPUs, ms", "efficiency", "exposed, ms"]
@@ -208,6 +217,39 @@ def scaling(rows: Rows) -> str:
             ]
         )
     return table(head, lines)
+
+
+def of_pass(row: dict, name: str) -> float:
+    """The milliseconds of the forward or of the backward pass."""
+    forward = row["forward_ms"]
+    return forward if name == "forward" else row["total_ms"] - forward
+
+
+def efficiency_of_pass(rows: Rows, pattern: str, name: str) -> float:
+    """The efficiency in one pass, whose share of the useful FLOPs is the same on any ranks."""
+    one, two = (row_of(rows, pattern, "plan", n) for n in (1, 2))
+    both = two["total_ms"] / one["total_ms"]
+    return efficiency(rows, pattern) * both * of_pass(one, name) / of_pass(two, name)
+
+
+def of_each_pass(rows: Rows) -> str:
+    """A line for each mask, with the forward and the backward pass apart."""
+    head, lines = ["mask"], []
+    for name in ("forward", "backward"):
+        head += [f"{name}: one GPU, ms", "two GPUs, ms", "efficiency", "over all-gather"]
+        head += ["over ring", *["exposed, ms"] * (name == "forward")]
+    for pattern in patterns(rows):
+        line = [pattern]
+        one, two = (row_of(rows, pattern, "plan", n) for n in (1, 2))
+        for name in ("forward", "backward"):
+            line += [f"{of_pass(each, name):.2f}" for each in (one, two)]
+            line += [f"{efficiency_of_pass(rows, pattern, name):.2f}"]
+            for way in ("all-gather", "ring"):
+                other = row_of(rows, pattern, way, 2)
+                line += [f"{of_pass(other, name) / of_pass(two, name):.2f}x" if other else ""]
+            line += [f"{two['exposed_forward_ms']:.1f}"] * (name == "forward")
+        lines.append(line)
+    return "\n\n".join([EACH_PASS, table(head, lines)]) if lines else ""
 
 
 def aims(found: dict[str, dict]) -> str:
@@ -304,6 +346,26 @@ def reasons(rows: Rows, grouped: Rows) -> str:
     ratios, rings = [over(rows, each, "ring") for each in (random, "top-k")], ""
     if None not in ratios:
         rings = f" The ring takes {ratios[0]:.2f} and {ratios[1]:.2f} times as long."
+    alone_forward, alone_backward = (
+        {mask: efficiency_of_pass(rows, mask, name) for mask in patterns(rows)}
+        for name in ("forward", "backward")
+    )
+    slower = [
+        f"{of_pass(ring, 'forward') / of_pass(row_of(rows, mask, 'plan', 2), 'forward'):.2f} "
+        f"times as long for *{mask}*"
+        for mask in patterns(rows)
+        if (ring := row_of(rows, mask, "ring", 2))
+        and of_pass(ring, "forward") < of_pass(row_of(rows, mask, "plan", 2), "forward")
+    ]
+    forward = (
+        "**Each pass.** The aims are for both passes together. The forward pass takes about a "
+        "quarter of their time, and fetches as many bytes as the backward pass sends. So it "
+        "scales worse: its efficiency is "
+        + ", ".join(f"{share:.2f} for *{mask}*" for mask, share in alone_forward.items())
+        + f"; that of the backward pass is {min(alone_backward.values()):.2f} or more."
+    )
+    if slower:
+        forward += f" In it the ring takes {' and '.join(slower)}."
     parts = [
         f"**Window.** With 16 key heads a GPU receives {window['counted_mb']:.0f} MB instead of "
         f"{window['gathered_mb']:,.0f} while it computes. "
@@ -324,6 +386,7 @@ def reasons(rows: Rows, grouped: Rows) -> str:
         f"exchange: {drawn['exposed_total_ms']:.1f} and {chosen['exposed_total_ms']:.1f} ms are "
         f"exposed, and the efficiencies are {efficiency(rows, random):.2f} and "
         f"{efficiency(rows, 'top-k'):.2f}.{rings}",
+        forward,
         f"**Memory.** A GPU of two needs {own:,.0f} MB for the window, and {fetched:,.0f} for the "
         f"butterfly: also keys, values and gradients that are sent and received. One GPU with "
         f"half of the sequence needs {alone['peak_bytes'] / 1e6:,.0f}.",

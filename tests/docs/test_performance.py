@@ -181,6 +181,37 @@ def test_context_parallelism_has_the_records_of_a_device_and_explains_them(perfo
     assert f"| butterfly | {len(errors)} | {min(errors):+.0%} | {max(errors):+.0%} |" in page
 
 
+def test_each_pass_of_context_parallelism_is_shown(performance, tmp_path):
+    """The efficiency of a pass follows from its own time; those of both passes stay."""
+    name, times = "long-context-weak-128k-2", {}
+
+    def slow_forward(record):
+        """The forward pass of the butterfly takes all of the time of both but a millisecond."""
+        for row in record["rows"]:
+            if (row["pattern"], row["implementation"]) == ("butterfly", "plan"):
+                times[row["ranks"]] = row["total_ms"], row["forward_ms"], row["tflops"]
+                if row["ranks"] == 2:
+                    row["forward_ms"] = row["total_ms"] - 1
+            if (row["pattern"], row["implementation"], row["ranks"]) == ("butterfly", "ring", 2):
+                times["ring"] = row["total_ms"], row["forward_ms"], row["tflops"]
+
+    of_two_gpus(tmp_path, name, slow_forward)
+    of_two_gpus(tmp_path, "long-context-weak-128k-16-4-heads-2")
+    page = performance.page()
+    (one, forward, rate), (two, _, other), (ring, ring_forward, _) = (
+        times[key] for key in (1, 2, "ring")
+    )
+    more = other * two / (rate * one)  # work of a GPU over that of the only one
+    line = f"| butterfly | {forward:.2f} | {two - 1:.2f} | {more * forward / (two - 1):.2f} | "
+    (found,) = {each for each in page.splitlines() if each.startswith(line)}
+    backward = f"{one - forward:.2f} | 1.00 | {more * (one - forward):.2f} | "
+    assert backward in found
+    assert f" | {ring_forward / (two - 1):.2f}x | " in found
+    assert found.endswith(f" | {ring - ring_forward:.2f}x |")
+    told = f"In it the ring takes {ring_forward / (two - 1):.2f} times as long for *butterfly*"
+    assert told in page
+
+
 def test_a_plan_with_limited_memory_is_named_where_its_memory_is_shown(performance, tmp_path):
     """The aims for time are those of the plan without a limit."""
     times = {}

@@ -52,3 +52,31 @@ def test_the_readme_says_how_often_and_by_how_much_baselines_are_faster():
     for baseline, named in (("cudnn", "cuDNN"), ("flash4", "FlashAttention-4")):
         found = ratios("bench-dense", "sparseflash", baseline)
         assert f"{min(found):.2f} to {max(found):.2f} times as long as with {named}" in text
+
+
+def test_the_design_page_says_how_two_gpus_scale(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import long_context as page
+
+    names = [*page.WEAK_SCALING, *page.LONGER, *page.STRONG_SCALING]
+    both, forward = {}, {}
+    for record in filter(None, (page.runs(name, "nvidia-h200") for name in names)):
+        rows = record["rows"]
+        for mask in page.patterns(rows):
+            kind = mask if mask in page.AIMED else "other"
+            both.setdefault(kind, []).append(page.efficiency(rows, mask))
+            share = page.efficiency_of_pass(rows, mask, "forward")
+            each = page.row_of(rows, mask, "plan", 2)
+            forward[mask, each["kv_heads"], each["seq_len"], each["kind"]] = share
+    window, butterfly, other = (
+        f"{min(found):.2f} to {max(found):.2f}" for found in map(both.get, (*page.AIMED, "other"))
+    )
+    text = " ".join((ROOT / "docs/design/context-parallel.md").read_text().split())
+    told = f"{window} for a window, {butterfly} for a butterfly, and {other} for the other masks"
+    assert f"both passes together scale with efficiency {told}" in text
+    least, most = min(forward.values()), max(forward.values())
+    assert f"The forward pass alone scales with {least:.2f} to {most:.2f}: with 16 key" in text
+    below = {key for key, share in forward.items() if share < 0.90}
+    assert {heads for _, heads, _, _ in below} == {16}
+    assert {mask for mask, *_ in below} == {"butterfly", "random", "top-k", "local+global"}
+    assert {length for mask, _, length, _ in below if mask == "local+global"} == {2**18}
