@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from experiments.lra.tasks import Batch, Samples, Task, collate
 from experiments.lra.tasks.hashing import shuffled, stream_of
 from experiments.lra.tasks.task import Subset, in_memory
+from masks.arguments import check_integer
 
 
 class StepBatches(Sampler[list[int]]):
@@ -58,6 +59,9 @@ class ArenaData(L.LightningDataModule):
         workers: Number of processes that read or draw samples; with 0 this is done between steps,
             as always with samples in memory.
         seed: Seed of the order of the training samples.
+
+    Raises:
+        ValueError: `batch_size` is below 1, or `workers` is below 0.
     """
 
     def __init__(
@@ -69,6 +73,8 @@ class ArenaData(L.LightningDataModule):
         seed: int = 0,
     ):
         super().__init__()
+        check_integer("data.batch_size", batch_size, least=1)
+        check_integer("data.workers", workers, least=0)
         self.task, self.data_root, self.batch_size = task, data_root, batch_size
         self.workers, self.seed = workers, seed
 

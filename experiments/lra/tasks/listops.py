@@ -17,7 +17,16 @@ from rich.progress import track
 
 from experiments.lra.tasks.hashing import below, seed_of, split_by_hash, stream_of, uniform
 from experiments.lra.tasks.store import Allocate, Arrays, content_hash, stored
-from experiments.lra.tasks.task import SPLITS, MissingData, Sample, Samples, Shape, Subset, Task
+from experiments.lra.tasks.task import (
+    SPLITS,
+    MissingData,
+    Sample,
+    Samples,
+    Shape,
+    Subset,
+    Task,
+    check_sizes,
+)
 
 # Token ids: 0 padding, 1 unknown, 2 end of sequence, then the symbols.
 SYMBOLS = (*"0123456789", "[MIN", "[MAX", "[MED", "[SM", "X")
@@ -63,6 +72,7 @@ class ListOps(Task):
     ):
         if source == "published" and (lengths != LENGTHS or shortest is not None):
             raise ValueError(f"lengths of published expressions are {LENGTHS}, all of them")
+        check_sizes(sizes)
         low, high = lengths
         if not SHORTEST <= low < high - 1:
             raise ValueError(f"lengths must be {SHORTEST} <= low < high - 1, got {lengths}")

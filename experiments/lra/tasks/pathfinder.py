@@ -25,6 +25,7 @@ from experiments.lra.tasks.task import (
     Shape,
     Subset,
     Task,
+    check_sizes,
 )
 
 ENDLESS = 10**9  # fresh images of the training split: more than any run reads
@@ -87,6 +88,7 @@ class Pathfinder(Task):
                 f"shorter and traced are for source 'fresh', got {shorter} and {traced} with "
                 f"{source!r}"
             )
+        check_sizes(sizes)
         if not 0 <= shorter <= 1:
             raise ValueError(f"shorter must be from 0 to 1, got {shorter}")
         self.shorter, self.traced = shorter, traced

@@ -184,6 +184,14 @@ class Subset:
         return at_once(self.indices[indices])
 
 
+def check_sizes(sizes: Sequence[int]) -> None:
+    """Raises ValueError unless there is at least one sample of each split."""
+    if len(sizes) != len(SPLITS) or min(sizes) < 1:
+        raise ValueError(
+            f"sizes must be at least 1 for each of {', '.join(SPLITS)}, got {tuple(sizes)}"
+        )
+
+
 def split_off_tenth(samples: Samples, name: str) -> tuple[Subset, Subset]:
     """(nine tenths of some samples, for training; the others, for validation), by their hashes.
 

@@ -36,6 +36,13 @@ def test_processes_read_only_what_is_not_in_memory(tmp_path, source, workers):
     assert data.val_dataloader().num_workers == 0
 
 
+def test_a_batch_of_no_sample_is_refused():
+    with pytest.raises(ValueError, match=r"data\.batch_size must be at least 1, got 0"):
+        ArenaData(Pathfinder(), batch_size=0)
+    with pytest.raises(ValueError, match=r"data\.workers must be at least 0, got -1"):
+        ArenaData(Pathfinder(), workers=-1)
+
+
 def test_lengths_remain_on_the_cpu():
     ids, lengths = torch.zeros(2, 1, 8), torch.tensor([[3], [8]])
     batch = Batch(ids, lengths, torch.tensor([0, 1]))

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from experiments.lra.tasks import SPLITS, ListOps, listops
+from experiments.lra.tasks import SPLITS, ListOps, Pathfinder, listops
 
 
 class TestListOps:
@@ -70,6 +70,12 @@ class TestListOps:
         assert not train & test
         with pytest.raises(ValueError, match="shortest must be 20 <= shortest < 500, got 500"):
             ListOps(shortest=500)
+
+    @pytest.mark.parametrize("task", [ListOps, Pathfinder])
+    @pytest.mark.parametrize("sizes", [(0, 4, 4), (30, -1, 4), (30, 4)])
+    def test_a_split_of_no_sample_is_refused(self, task, sizes):
+        with pytest.raises(ValueError, match="sizes must be at least 1 for each of train"):
+            task(sizes=sizes)
 
     def test_published_file_is_read(self, tmp_path):
         folder = tmp_path / "listops-1000"
