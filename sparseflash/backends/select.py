@@ -6,6 +6,13 @@ from sparseflash.backends.base import Backend, BackendError
 from sparseflash.dispatch.spec import AttentionSpec
 
 
+def check_backend(name: str) -> None:
+    """Raises ValueError unless it is "auto" or the name of a backend."""
+    names = [backend.name for backend in backends.BACKENDS]
+    if name != "auto" and name not in names:
+        raise ValueError(f"backend must be 'auto' or one of {names}, got {name!r}")
+
+
 def select(spec: AttentionSpec, mask: CompiledMask) -> Backend:
     """The backend that the call names, or for "auto" the first one without a reason against it.
 
@@ -13,9 +20,7 @@ def select(spec: AttentionSpec, mask: CompiledMask) -> Backend:
         ValueError: No backend has this name.
         BackendError: No backend can compute the call. The message lists the reasons of each.
     """
-    names = [backend.name for backend in backends.BACKENDS]
-    if spec.backend != "auto" and spec.backend not in names:
-        raise ValueError(f"backend must be 'auto' or one of {names}, got {spec.backend!r}")
+    check_backend(spec.backend)
     reasons = {}
     for backend in backends.BACKENDS:
         if spec.backend in ("auto", backend.name):

@@ -12,6 +12,7 @@ from torch import nn
 
 from masks import Pattern
 from masks._parse import as_pattern
+from sparseflash.backends.select import check_backend
 from sparseflash.integrations.sdpa import replace_sdpa
 
 
@@ -28,8 +29,8 @@ class SparseProcessor:
 
     Raises:
         TypeError: `pattern` is not a Pattern or text, or `processor` cannot be called.
-        ValueError: `processor` is a module with weights. A call of a processor that does not call
-            torch's attention also raises it.
+        ValueError: `processor` is a module with weights, or no backend has the name `backend`. A
+            call of a processor that does not call torch's attention also raises it.
     """
 
     def __new__(cls, processor: Callable | None = None, *_arguments: Any, **_options: Any):
@@ -43,6 +44,7 @@ class SparseProcessor:
             raise ValueError(
                 f"processor must have no weights of its own, got {type(processor).__name__}"
             )
+        check_backend(backend)
         self.processor, self.pattern, self.backend = processor, as_pattern(pattern), backend
 
     def __call__(self, *arguments: Any, **options: Any):
@@ -103,8 +105,8 @@ def sparsify(
     Raises:
         TypeError: `model` is not a module, `pattern` is not a Pattern or text, or `processors` is
             not a function.
-        ValueError: The model has no processors, none is selected, or one is a module with weights.
-            Nothing is changed then.
+        ValueError: The model has no processors, none is selected, one is a module with weights, or
+            no backend has the name `backend`. Nothing is changed then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(

@@ -23,6 +23,7 @@ import masks
 from masks import BlockMask, MaskBatch, Pattern
 from masks._parse import as_pattern
 from sparseflash._attention import attention
+from sparseflash.backends.select import check_backend
 from sparseflash.compiled import stores_masks
 from sparseflash.integrations.layers import Layers, layer_patterns
 from sparseflash.nn.decode_masks import decode_mask, shared_length
@@ -66,13 +67,14 @@ def register(
 
     Raises:
         TypeError: `name` is not a string, or `pattern` has another type.
-        ValueError: `name` contains "flash", or a text is not a pattern. A call with a
-            position_bias also raises it.
+        ValueError: `name` contains "flash", a text is not a pattern, or no backend has the name
+            `backend`. A call with a position_bias also raises it.
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {name!r}")
     if "flash" in name:
         raise ValueError(f'name must not contain "flash", got {name!r}')
+    check_backend(backend)
     patterns = None
     if pattern is not None:
         patterns = tuple(as_pattern(own) for own in _as_list(pattern))
@@ -113,11 +115,12 @@ def sparsify(
 
     Raises:
         TypeError, ValueError: The patterns do not match the layers and heads of the model, none is
-            given and none recorded, or the model does not call the attention interface. Nothing is
-            changed then.
+            given and none recorded, no backend has the name `backend`, or the model does not call
+            the attention interface. Nothing is changed then.
     """
     if not hasattr(model, "set_attn_implementation"):
         raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
+    check_backend(backend)
     config = model.config.get_text_config()
     recorded = getattr(config, "sparse_pattern", None)
     if pattern is None:

@@ -11,6 +11,7 @@ import masks
 from masks import BlockMask, Pattern
 from masks._parse import as_pattern
 from sparseflash._attention import attention
+from sparseflash.backends.select import check_backend
 
 
 class SdpaMode(TorchFunctionMode):
@@ -51,9 +52,9 @@ class replace_sdpa(SdpaMode):
         backend: As in sparseflash.attention.
 
     Raises:
-        TypeError, ValueError: `mask` has the wrong type or cannot be parsed. A replaced call also
-            raises ValueError if it has an attn_mask, a dropout_p of 1 or a scale that is not
-            above 0.
+        TypeError, ValueError: `mask` has the wrong type or cannot be parsed, or no backend has the
+            name `backend`. A replaced call also raises ValueError if it has an attn_mask, a
+            dropout_p of 1 or a scale that is not above 0.
     """
 
     def __init__(self, mask: Pattern | BlockMask | str, *, backend: str = "auto"):
@@ -62,6 +63,7 @@ class replace_sdpa(SdpaMode):
             raise TypeError(
                 f"mask must be a Pattern, its text or a BlockMask, got {type(mask).__name__}"
             )
+        check_backend(backend)
         self.mask = mask if isinstance(mask, BlockMask) else as_pattern(mask)
         self.backend = backend
 

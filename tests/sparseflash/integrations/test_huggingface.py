@@ -358,6 +358,8 @@ def test_dropout_in_training():
 def test_what_is_not_supported_is_refused():
     with pytest.raises(ValueError, match="must not contain"):
         huggingface.register(PATTERN, "my_flash")
+    with pytest.raises(ValueError, match="backend must be 'auto' or one of .*, got 'cuda'"):
+        huggingface.register(PATTERN, backend="cuda")
     model = llama().eval()
     model.set_attn_implementation("blocksparse")
     with pytest.raises(ValueError, match="attention_mask must be 2-dimensional"):
@@ -509,6 +511,7 @@ def test_a_foreign_model_runs_no_file(tmp_path, hostile):
         (PER_HEAD, {"heads": [1]}, "heads must be None if the pattern has one for each head"),
         (None, {}, "config.sparse_pattern must be set"),
         ("nonsense", {}, "nonsense"),
+        (LOCAL, {"backend": "cuda"}, "backend must be 'auto' or one of .*, got 'cuda'"),
     ],
 )
 def test_patterns_that_do_not_fit_a_model_change_nothing(pattern, options, message):
