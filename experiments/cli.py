@@ -232,6 +232,14 @@ ImportFrom = Annotated[
     Path | None,
     typer.Option("--import", file_okay=False, help="Folder of an exported run to resume."),
 ]
+RecordName = Annotated[
+    str,
+    typer.Argument(
+        parser=parse_name,
+        metavar="NAME",
+        help="Name of the record: small letters, digits and hyphens.",
+    ),
+]
 RESULTS = Path("results")  # in the current folder
 
 

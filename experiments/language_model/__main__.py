@@ -21,6 +21,7 @@ from experiments.cli import (
     ImportFrom,
     Output,
     Overwrite,
+    RecordName,
     building,
     check_known,
     help_of,
@@ -139,7 +140,7 @@ def train(
             ),
             steps=steps,
             step_tokens=step_tokens,
-            learning_rate=learning_rate or chosen.learning_rate,
+            learning_rate=chosen.learning_rate if learning_rate is None else learning_rate,
             warmup_steps=warmup_steps,
             seed=seed,
             data=dict(books.sha256),
@@ -190,7 +191,7 @@ def sample(
 
 @app.command()
 def record(
-    name: Annotated[str, typer.Argument(help="Name of the record.")],
+    name: RecordName,
     runs: Annotated[
         list[Path],
         typer.Argument(exists=True, help="Folders of runs, and records, whose runs are added."),

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Literal
 
 BYTES = 256  # size of the vocabulary if tokens are bytes
@@ -53,7 +54,8 @@ class Settings:
         short_steps: Number of these steps, fewer than `steps`.
 
     Raises:
-        ValueError: Sizes do not divide, or no step with the full context remains.
+        ValueError: Sizes do not divide, the learning rate is not positive and finite, or no step
+            with the full context remains.
     """
 
     model: ModelConfig
@@ -73,6 +75,10 @@ class Settings:
             raise ValueError(
                 f"step_tokens must be a multiple of the context of {self.model.context} tokens, "
                 f"got {self.step_tokens}"
+            )
+        if not 0 < self.learning_rate < inf:
+            raise ValueError(
+                f"learning_rate must be positive and finite, got {self.learning_rate}"
             )
         if (self.short_context is None) != (self.short_steps == 0):
             raise ValueError(

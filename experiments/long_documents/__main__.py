@@ -20,6 +20,7 @@ from experiments.cli import (
     SHIPPED,
     Output,
     Overwrite,
+    RecordName,
     help_of,
     needs_extra,
     output_folder,
@@ -121,7 +122,7 @@ def train(
 
 @app.command()
 def record(
-    name: Annotated[str, typer.Argument(help="Name of the record.")],
+    name: RecordName,
     runs: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of `train`.")],
     floors: Annotated[Path, typer.Option(exists=True, dir_okay=False)] = FLOORS,
     output: Output = RESULTS,

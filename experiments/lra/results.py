@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from experiments.cli import RESULTS, Output, Overwrite, output_folder, usage_errors
+from experiments.cli import RESULTS, Output, Overwrite, RecordName, output_folder, usage_errors
 from experiments.files import RESULT, read_object, record_path, shared, write_json
 from experiments.lra.curriculum import WHOLE_RESULT
 from experiments.lra.seeds import summary_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def main(
-    name: Annotated[str, typer.Argument(help="Name of the record.")],
+    name: RecordName,
     groups: Annotated[
         list[Path],
         typer.Argument(

@@ -98,6 +98,21 @@ def test_no_program_writes_into_the_package(program, arguments, output):
     assert "is a folder of the package" in " ".join(done.output.replace("│", " ").split())
 
 
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        ("language_model.__main__", ["record", "a/b", "."]),
+        ("long_documents.__main__", ["record", "a/b", "."]),
+        ("lra.results", ["a/b", "."]),
+    ],
+)
+def test_a_record_has_a_name_that_a_file_may_have(program, arguments):
+    done = CliRunner().invoke(app_of(program), arguments)
+    assert done.exit_code == 2
+    assert "must be small letters, digits and hyphens" in " ".join(done.output.split())
+    assert "'a/b'" in done.output
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_nothing_goes_into_the_package_by_default(program):
     command = typer.main.get_command(app_of(program))

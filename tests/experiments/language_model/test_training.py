@@ -249,6 +249,7 @@ def test_commands(tmp_path):
         (["train", "small", "--output", folder], "unknown preset"),
         ([*given, "--step-tokens", "1000"], "multiple of the context"),
         ([*given, "--attention", "nothing"], "nothing"),
+        ([*given, "--learning-rate", "0"], "learning_rate must be positive and finite, got 0.0"),
         ([*given, "--short-context", "512"], "short_context and short_steps must be given"),
         (
             [*given, "--data", folder],

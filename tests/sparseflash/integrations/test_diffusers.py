@@ -108,7 +108,7 @@ def test_what_cannot_be_sparse_is_refused():
         diffusers.sparsify(Model(), 3)
     with pytest.raises(ValueError, match="must have no weights of its own, got Identity"):
         diffusers.SparseProcessor(nn.Identity(), PATTERN)
-    with pytest.raises(ValueError, match="backend must be 'auto' or one of .*, got 'cuda'"):
+    with pytest.raises(ValueError, match=r"backend must be 'auto' or one of .*, got 'cuda'"):
         diffusers.sparsify(Model(), PATTERN, backend="cuda")
     with pytest.raises(TypeError, match="processor must be callable, got str"):
         diffusers.SparseProcessor("attn1", PATTERN)

@@ -358,7 +358,7 @@ def test_dropout_in_training():
 def test_what_is_not_supported_is_refused():
     with pytest.raises(ValueError, match="must not contain"):
         huggingface.register(PATTERN, "my_flash")
-    with pytest.raises(ValueError, match="backend must be 'auto' or one of .*, got 'cuda'"):
+    with pytest.raises(ValueError, match=r"backend must be 'auto' or one of .*, got 'cuda'"):
         huggingface.register(PATTERN, backend="cuda")
     model = llama().eval()
     model.set_attn_implementation("blocksparse")

@@ -118,5 +118,5 @@ def test_an_attn_mask_is_refused():
         sdpa(*tensors(), torch.ones(40, 40).bool())
     with pytest.raises(TypeError, match="mask must be a Pattern, its text or a BlockMask, got Te"):
         sparseflash.replace_sdpa(torch.ones(4, 4))
-    with pytest.raises(ValueError, match="backend must be 'auto' or one of .*, got 'cuda'"):
+    with pytest.raises(ValueError, match=r"backend must be 'auto' or one of .*, got 'cuda'"):
         sparseflash.replace_sdpa(PATTERN, backend="cuda")
