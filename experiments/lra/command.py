@@ -20,7 +20,14 @@ from experiments.lra.batches import ArenaData
 from experiments.lra.callbacks import Curve, Deadline, Enough, StepBar, StuckAtChance, folder_of
 from experiments.lra.causal import moved_discs
 from experiments.lra.floors import floors
-from experiments.lra.learner import Learner, check_warm_up, read_checkpoint, trained_by
+from experiments.lra.learner import (
+    ATTENTION,
+    Learner,
+    check_warm_up,
+    read_checkpoint,
+    trained_by,
+)
+from experiments.lra.model import Expressions
 from experiments.lra.tasks import MissingData, Pathfinder, Task
 
 LIGHTNING_VERSION = "pytorch-lightning_version"  # a key of every checkpoint
@@ -85,7 +92,7 @@ class ArenaCLI(LightningCLI):
             self.trainer.logger = logger
         with errors_in_one_line():
             if path is not None:
-                check_resumed(path, self.model.task)
+                check_resumed(path, self.model.task, self.model.attention)
             # Before anything starts, so that invalid settings give an error of one line.
             check_warm_up(self.model.optimizer, int(self.trainer.max_steps))
             self.datamodule.prepare_data()
@@ -182,7 +189,7 @@ class ArenaCLI(LightningCLI):
         task = self.datamodule.task
         return {
             "task": task.name,
-            "attention": self.model.classifier.encoder.config.attention,
+            "attention": self.model.attention,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "seed": self.model.seed,
             "init_from": self.model.start,
@@ -224,20 +231,28 @@ def with_presets(arguments: list[str]) -> list[str]:
     return expanded
 
 
-def check_resumed(path: Path, task: Task) -> None:
-    """Checks that a run is resumed on its own task.
+def check_resumed(path: Path, task: Task, attention: Expressions) -> None:
+    """Checks that a run is resumed on its own task, with its own attention.
 
-    Its curve and its best weights are of that task, so a run on two tasks would have a result of
+    Its curve and its best weights are of both, so a run that changes one would have a result of
     neither.
 
     Raises:
-        ValueError: The checkpoint is of another task.
+        ValueError: The checkpoint is of another task or of another attention.
     """
-    before = trained_by(read_checkpoint(path)).get("task", task.name)  # older ones do not say it
+    checkpoint = read_checkpoint(path)
+    # Older checkpoints do not say these.
+    before = trained_by(checkpoint).get("task", task.name)
     if before != task.name:
         raise ValueError(
             f"{path} is of a run on {before}, not on {task.name}: give the options of its task, "
             "or start a new run from its weights by --model.init_from"
+        )
+    before = checkpoint.get(ATTENTION, attention)
+    if before != attention:
+        raise ValueError(
+            f"{path} is of a run with the attention {before!r}, not {attention!r}: give its "
+            "attention, or start a new run from its weights by --model.init_from"
         )
 
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from experiments.attention import attended
-from experiments.lra.model import Classifier, EncoderConfig, pooled_by
+from experiments.lra.model import Classifier, EncoderConfig, Expressions, pooled_by
 from experiments.lra.tasks import Batch, Task
 from experiments.lra.tasks.hashing import stream_of
 from experiments.module import TrainingModule
@@ -25,6 +25,7 @@ from experiments.module import TrainingModule
 # Classes of contour labels: the number of discs on the contour of a token.
 TRACES = 3
 HEADS = ("restore.", "trace.")  # weights that only training uses
+ATTENTION = "attention"  # a key of checkpoints
 TRAINED = "trained"  # a key of checkpoints: what a run reports that starts from them
 Growth = Literal["interpolated", "repeated"]
 
@@ -213,6 +214,7 @@ class Learner(TrainingModule):
         self.log("validation/loss", loss, sync_dist=True, batch_size=size)
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
+        checkpoint[ATTENTION] = self.attention
         checkpoint[TRAINED] = {
             "task": self.task.name,
             "seed": self.seed,
@@ -230,6 +232,11 @@ class Learner(TrainingModule):
                 f"init_from must be that of the run which is resumed, {before}, got {self.start}"
             )
         self.start = before
+
+    @property
+    def attention(self) -> Expressions:
+        """The attention of all layers, or of each; see EncoderConfig."""
+        return self.classifier.encoder.config.attention
 
     @property
     def pre_trains(self) -> bool:

@@ -6,6 +6,7 @@ Options after `--` are passed to `python -m experiments.lra fit`. In them, `{see
 the seed, as in `--model.init_from 'runs/before/seed{seed}/checkpoints/best.ckpt'`. Every run has
 its own process and folder, seed<n>. runs.json in the parent folder has all results, the number of
 runs that were stuck, and the mean. After `--seconds`, Ctrl-C or a kill, the same command resumes.
+Other options need another `--output`, but for those of the machine, such as --data.workers.
 The exit status is 1 if runs have not finished, 2 if one failed. `--export` and `--import` move the
 runs to another machine in files of less than 15 MB.
 """
@@ -23,13 +24,23 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from experiments.cli import ExportTo, ImportFrom, Seconds, needs_extra, usage_errors
+from experiments.cli import ROOT, ExportTo, ImportFrom, Seconds, needs_extra, usage_errors
 from experiments.files import RESULT, read_json, write_json
 from experiments.lra.exported import EVALUATION_SECONDS, contents
 from experiments.pieces import export, restore
 
 # Seeds of restarts are far from those of the command.
 RESTART = 1000
+OPTIONS = "options.json"  # of all runs of a folder
+# Options of `fit` that a command which resumes on another machine may change.
+OF_MACHINE = (
+    "data.data_root",
+    "data.workers",
+    "trainer.accelerator",
+    "trainer.devices",
+    "trainer.enable_progress_bar",
+    "trainer.strategy",
+)
 
 
 def main(
@@ -57,6 +68,8 @@ def main(
             restore(resume, output)
     end = None if seconds is None else time.time() + seconds
     runs = Runs(output, arguments, end)
+    with usage_errors():
+        runs.check_options()
     try:
         with ThreadPoolExecutor(at_once) as pool:
             chosen = range(first, first + seeds)
@@ -89,6 +102,24 @@ class Runs:
     output: Path
     arguments: list[str]
     end: float | None = None
+
+    def check_options(self) -> None:
+        """Checks that the runs of the folder, if any, have these options, and stores them.
+
+        Raises:
+            ValueError: The folder has runs with other options, whose results would be taken for
+                those of these.
+        """
+        path, own = self.output / OPTIONS, that_determine(self.arguments)
+        kinds = (RESULT, "checkpoints/*.ckpt")
+        there = any(found for kind in kinds for found in self.output.glob(f"seed*/{kind}"))
+        before = read_json(path, own) if there else own
+        if before != own:
+            raise ValueError(
+                f"{self.output} has runs with the options {shlex.join(before)}, not "
+                f"{shlex.join(own)}: give these, or another --output"
+            )
+        write_json(path, own)
 
     def until_unstuck(self, seed: int, restarts: int) -> list[dict]:
         """The results of a seed and of its restarts; all but the last are stuck."""
@@ -140,11 +171,29 @@ class Runs:
 
     def files(self) -> dict[str, bytes]:
         """The files that another machine needs to resume all runs."""
-        found: dict[str, bytes] = {}
+        options = self.output / OPTIONS
+        found = {OPTIONS: options.read_bytes()} if options.exists() else {}
         for folder in sorted(self.output.glob("seed*")):
             result = self._result(folder)
             found |= contents(folder, self.output, not result["ended"] and not result["stuck"])
         return found
+
+
+def that_determine(arguments: list[str]) -> list[str]:
+    """The options of `fit` that determine a result, each as --NAME=VALUE, in their order.
+
+    Files of this package are relative to it, so that another checkout has the same options.
+    """
+    found = []
+    given = iter(arguments)
+    for argument in given:
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--") and not equals:
+            value = next(given, "")
+        if name not in OF_MACHINE:
+            inside = Path(value).is_absolute() and Path(value).is_relative_to(ROOT)
+            found.append(f"--{name}={Path(value).relative_to(ROOT) if inside else value}")
+    return found
 
 
 FIT = (sys.executable, "-m", "experiments.lra", "fit")

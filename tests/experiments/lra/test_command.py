@@ -85,11 +85,19 @@ def test_a_run_that_is_killed_goes_on_where_it_saved(tmp_path):
 def test_a_run_is_resumed_on_its_own_task_only(tmp_path):
     path = tmp_path / "last.ckpt"
     torch.save({"trained": {"task": "pathfinder32-hard"}}, path)
-    command.check_resumed(path, Pathfinder(resampling="clipped"))
+    command.check_resumed(path, Pathfinder(resampling="clipped"), "flash")
     with pytest.raises(ValueError, match=r"of a run on pathfinder32-hard, not on .*-unclipped:"):
-        command.check_resumed(path, Pathfinder())
+        command.check_resumed(path, Pathfinder(), "flash")
     torch.save({"global_step": 3}, path)  # saved before checkpoints said their task
-    command.check_resumed(path, Pathfinder())
+    command.check_resumed(path, Pathfinder(), "flash")
+
+
+def test_a_run_is_resumed_with_its_own_attention_only(tmp_path):
+    path = tmp_path / "last.ckpt"
+    torch.save({"attention": ["flash", "butterfly()"]}, path)
+    command.check_resumed(path, Pathfinder(), ["flash", "butterfly()"])
+    with pytest.raises(ValueError, match=r"the attention .*'butterfly\(\)'\], not 'flash'"):
+        command.check_resumed(path, Pathfinder(), "flash")
 
 
 def test_unknown_tasks_list_the_known_ones():

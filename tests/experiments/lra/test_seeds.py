@@ -97,7 +97,45 @@ def test_a_run_goes_on_elsewhere(runs, tmp_path):
 def test_what_has_ended_leaves_no_checkpoint_to_go_on_from(tmp_path):
     command("--seeds", 1, "--output", tmp_path, "--export", tmp_path / "p", "--", "never")
     found = seeds.Runs(tmp_path, []).files()
-    assert found.keys() == {"seed0/result.json", "seed0/checkpoints/best.ckpt"}
+    assert found.keys() == {"options.json", "seed0/result.json", "seed0/checkpoints/best.ckpt"}
+
+
+def test_runs_with_other_options_need_another_folder(runs, tmp_path):
+    given = ["--preset", "x", "--model.encoder.attention", "flash", "--data.workers=2"]
+    pieces = tmp_path / "pieces"
+    arguments = ["--seeds", 1, "--first", 1, "--export", pieces]
+    assert command(*arguments, "--output", tmp_path, "--", *given).exit_code == 0
+    # Those of the machine may change.
+    same = ["--preset=x", "--model.encoder.attention=flash", "--data.workers", 3]
+    assert command(*arguments, "--output", tmp_path, "--", *same).exit_code == 0
+    other = [*given, "--model.encoder.dim", 32]
+    for folder in (tmp_path, tmp_path / "there"):
+        done = command(*arguments, "--output", folder, "--import", pieces, "--", *other)
+        assert done.exit_code == 2
+        message = " ".join(done.output.replace("│", " ").split())
+        assert "has runs with the options --preset=x" in message
+        assert "give these, or another --output" in message
+    assert len(runs) == 1
+
+
+def test_options_with_which_nothing_was_trained_may_change(runs, tmp_path, monkeypatch):
+    def failed(command, check):
+        raise seeds.subprocess.CalledProcessError(1, command)
+
+    with monkeypatch.context() as during:
+        during.setattr(seeds.subprocess, "run", failed)
+        assert command("--output", tmp_path, "--", "--preset", "wrong").exit_code == 2
+    seeds.main(["--preset", "x"], seeds=1, first=1, output=tmp_path)
+    assert len(runs) == 1
+
+
+def test_files_of_the_package_are_the_same_in_every_checkout():
+    inside = seeds.ROOT / "experiments" / "lra" / "presets" / "common.yaml"
+    found = seeds.that_determine([f"--config={inside}", "--config", "/elsewhere/own.yaml"])
+    assert found == [
+        "--config=experiments/lra/presets/common.yaml",
+        "--config=/elsewhere/own.yaml",
+    ]
 
 
 def test_pieces_that_are_not_there_are_named(tmp_path, monkeypatch):
