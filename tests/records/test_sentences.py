@@ -9,6 +9,7 @@ import pytest
 
 from experiments import long_documents
 from experiments.cli import SHIPPED
+from experiments.language_model.model import causal_pattern
 from experiments.language_model.results import bits_at, common_seconds, mean_bits, repeated
 from experiments.long_documents.results import RANDOM, span, start_of
 from experiments.lra import page
@@ -248,6 +249,41 @@ def test_language_models_of_tokens():
     timed = {name: bits_at(run, last) or 0 for name, run in runs.items()}
     assert min(timed, key=lambda name: timed[name]) == "mid-16k"
     assert "after equal times too (one run of each)" in words(PAPER)
+
+
+def test_a_larger_language_model():
+    runs, text = read("language-model-124m-warm-up")["runs"], words(PAPER)
+    short, dense, mid = (runs[name] for name in ("dense-1k", "dense-16k", "mid-16k"))
+    assert all(run["ended"] for run in runs.values())
+    (size,) = {round(run["trained"] * run["step_bytes"] / 1e6) for run in runs.values()}
+    told = f"of {short['parameters'] / 1e6:.0f}M parameters, after {size} MB: 16K bytes of context"
+    assert f"{told} are worse than 1K" in text
+    bits = [run["bits_per_byte"] for run in (short, mid, dense)]
+    last = common_seconds((short, dense, mid))
+    assert last is not None
+    timed = [bits_at(run, last) or 0 for run in (short, mid, dense)]
+    assert bits == sorted(bits)
+    assert timed == sorted(timed)
+    long = mid["steps"] - mid["short_steps"]
+    assert f"Only {long} of {mid['steps']} steps read 16K bytes" in text
+    less = 100 * (1 - mid["bits_per_byte"] / dense["bits_per_byte"])
+    speed = mid["bytes_per_second"] / dense["bytes_per_second"]
+    told = f"{less:.2f} % fewer bits per byte than dense attention with 16K, at {speed:.2f} times"
+    assert told in text
+    pay = read("language-model-25m-warm-up-tokens")["runs"]["mid-16k"]["parameters"]
+    assert f"have 25M, or {pay / 1e6:.0f}M with BPE" in text
+
+
+def test_densities_of_the_patterns_of_language_models():
+    records = (read("language-model-25m-warm-up", device) for device in ("nvidia-h200", H100))
+    runs = {name: run for record in records for name, run in record["runs"].items()}
+    models = [runs[f"{name}-16k"]["model"] for name in ("wide", "mid", "narrow")]
+    of = [
+        causal_pattern(*model["attention"], model["heads"], model["block_size"])(16_384).density
+        for model in models
+    ]
+    told = "s = 1/{}, 1/{} and 1/{}".format(*(round(1 / density) for density in of))
+    assert f"the wide, the middle and the narrow pattern have {told}" in words(PAPER)
 
 
 def at_1k(run: dict) -> float:
