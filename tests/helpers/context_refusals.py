@@ -140,6 +140,24 @@ def refused(rank: int, what: str) -> str:
     return "nothing"
 
 
+def of_another_agreed_plan(rank: int) -> str:
+    """The error of a checked call in which rank 1 has another of the plans that all have used."""
+    plans = []
+    for name in ("causal", "window and sink"):
+        plan = make_plan(mask_of(name), dist.get_world_size(), "contiguous")
+        context_parallel_attention(
+            *(plan.shard(x, rank, 2) for x in inputs(torch.float64)[:3]), plan
+        )
+        plans.append(plan)
+    plan = plans[rank == 1]
+    own = [plan.shard(x, rank, 2) for x in inputs(torch.float64)[:3]]
+    try:
+        context_parallel_attention(*own, plan, check=True)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
 def with_an_emptied_cache(rank: int) -> str:
     """The error of a second call if the first rank has emptied the caches of mask and plan."""
     mask = masks.local(30)(LENGTH, 16)

@@ -101,6 +101,12 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(two_ranks, what, me
         assert re.match(message, answer), answer
 
 
+def test_a_plan_that_differs_in_a_later_call_is_found_by_a_check(two_ranks):
+    """Also if all ranks have agreed on each of the plans before, which the default remembers."""
+    for answer in two_ranks.run(refusals.of_another_agreed_plan):
+        assert answer.startswith("plan must be equal on all ranks, got ContextPlan"), answer
+
+
 def test_a_rank_that_has_emptied_its_caches_does_not_compare_arguments_alone(tmp_path):
     """The others would not answer. Caches are emptied when they are full, at any time."""
     started = Ranks(2, tmp_path / "meeting", timeout=5)
