@@ -1,8 +1,13 @@
 """Choices of the commands of this folder. It does not import torch, so that `--help` is quick."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+
+SETTINGS = "settings.json"  # the file with the settings of the run in a folder of checkpoints
+# What a resumed run may change: its losses are the same, up to rounding.
+FREE = ("strategy", "context", "steps", "recompute", "save_every")
 
 
 class Kind(StrEnum):
@@ -74,6 +79,31 @@ class Settings:
             )
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide the {self.heads} heads, got {self.kv_heads}")
+
+    def check_resumed(self, folder: Path) -> None:
+        """Checks that a run in a folder has these settings.
+
+        Raises:
+            ValueError: Others are saved there, of which at least one changes the losses.
+        """
+        path = folder / SETTINGS
+        if not path.exists():
+            return
+        saved, mine = json.loads(path.read_text()), self._facts
+        if others := [name for name in mine if mine[name] != saved.get(name)]:
+            differences = ", ".join(f"{n} {saved.get(n)!r}, not {mine[n]!r}" for n in others)
+            raise ValueError(f"the run in {folder} has other settings: {differences}")
+
+    def save(self, folder: Path) -> None:
+        """Writes to a folder what `check_resumed` compares."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SETTINGS).write_text(json.dumps(self._facts, indent=1) + "\n")
+
+    @property
+    def _facts(self) -> dict:
+        """The settings that determine the losses, as values of JSON."""
+        facts = {name: value for name, value in asdict(self).items() if name not in FREE}
+        return json.loads(json.dumps(facts, default=str))
 
     def mesh(self, ranks: int) -> tuple[int, int]:
         """(number of rows of ranks, which read different sequences; number of ranks in a row)

@@ -75,8 +75,14 @@ class Learner(L.LightningModule):
 
 def fit(settings: Settings, folder: Path, device: torch.device) -> list[float]:
     """Trains up to the last step; returns the loss of every step of this run."""
+    found = [path.parent for path in folder.glob(f"step=*.ckpt/{METADATA}")]
     with usage_errors():
         rows, context = settings.mesh(dist.get_world_size())
+        if found:
+            settings.check_resumed(folder)
+    dist.barrier()  # all ranks have read the settings
+    if dist.get_rank() == 0:
+        settings.save(folder)
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     saved = ModelCheckpoint(
         folder,
@@ -99,7 +105,6 @@ def fit(settings: Settings, folder: Path, device: torch.device) -> list[float]:
         default_root_dir=folder,
     )
     learner = Learner(settings, device)
-    found = [path.parent for path in folder.glob(f"step=*.ckpt/{METADATA}")]
     last = max(found, key=lambda path: int(path.stem.removeprefix("step=")), default=None)
     trainer.fit(learner, ckpt_path=last)
     if learner.found and trainer.global_step % settings.save_every:

@@ -114,10 +114,14 @@ class Training:
         settings: The settings, equal on all ranks.
         folder: Folder of the checkpoints.
         device: Device of this rank.
+
+    Raises:
+        ValueError: The run in the folder has other settings, or these do not fit the ranks.
     """
 
     def __init__(self, settings: Settings, folder: Path, device: torch.device):
         self.settings, self.folder, self.step = settings, folder, 0
+        settings.check_resumed(folder)
         shape = settings.mesh(dist.get_world_size())
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
         self.recipe = Recipe(settings, mesh["data"], mesh["context"], device)
@@ -158,6 +162,7 @@ class Training:
         save(self._state(), checkpoint_id=self.folder / name)
         dist.barrier()  # only a complete checkpoint becomes the last one
         if dist.get_rank() == 0:
+            self.settings.save(self.folder)
             draft = self.folder / f".{LAST}"
             draft.write_text(str(self.step))
             draft.replace(self.folder / LAST)

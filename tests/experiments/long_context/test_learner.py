@@ -38,6 +38,8 @@ def test_lightning_trains_as_our_loop_does_and_goes_on_from_a_checkpoint(two_ran
     rest = two_ranks.run(by_lightning, SETTINGS, tmp_path / "parts")
     assert rest == [each[3:] for each in expected]
     assert two_ranks.run(by_lightning, SETTINGS, tmp_path / "parts") == [[], []]
+    for refused in two_ranks.run(by_lightning, replace(SETTINGS, lr=0.5), tmp_path / "parts"):
+        assert "other settings: lr 0.001, not 0.5" in refused
 
 
 def test_ranks_that_share_no_sequence_read_different_ones(two_ranks, tmp_path):

@@ -113,6 +113,25 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(one_process, two_ranks
     assert two_ranks.run(train, settings, tmp_path / "parts") == [[], []]
 
 
+def resumed(rank: int, settings: Settings, folder: Path) -> str:
+    """The error of a run that resumes with these settings."""
+    try:
+        Training(settings, folder, torch.device("cpu"))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_run_resumes_with_its_settings_alone(two_ranks, tmp_path):
+    folder = tmp_path / "run"
+    settings = replace(SETTINGS, steps=2, context=2)
+    two_ranks.run(train, settings, folder)
+    told = f"the run in {folder} has other settings: lr 0.001, not 0.5, seed 0, not 1"
+    assert two_ranks.run(resumed, replace(settings, lr=0.5, seed=1), folder) == [told] * 2
+    same = replace(settings, steps=9, context=1, recompute=False, save_every=5, strategy="zigzag")
+    assert two_ranks.run(resumed, same, folder) == ["nothing"] * 2
+
+
 def refusals(rank: int, calls: list[list[str]]) -> list[str]:
     """What the program prints on a rank of two for arguments that cannot be."""
     app, found = typer.Typer(), []
