@@ -389,9 +389,19 @@ def reasons(rows: Rows, grouped: Rows) -> str:
         forward,
         f"**Memory.** A GPU of two needs {own:,.0f} MB for the window, and {fetched:,.0f} for the "
         f"butterfly: also keys, values and gradients that are sent and received. One GPU with "
-        f"half of the sequence needs {alone['peak_bytes'] / 1e6:,.0f}.",
+        f"half of the sequence needs {alone['peak_bytes'] / 1e6:,.0f}.{others_need(rows)}",
     ]
     return "\n\n".join(parts)
+
+
+def others_need(rows: Rows) -> str:
+    """The memory of masks without an aim, over that of one GPU with the same sequence."""
+    shares = []
+    for mask in (each for each in patterns(rows) if each not in AIMED):
+        few = memory(rows, mask, LIMITED)
+        note = f" ({few:.2f} with limited memory)" if few else ""
+        shares.append(f"{memory(rows, mask):.2f} for *{mask}*{note}")
+    return f" Over one GPU with the whole sequence it is {', '.join(shares)}." if shares else ""
 
 
 def most_over(rows: Rows, pattern: str) -> float:

@@ -174,6 +174,13 @@ def test_context_parallelism_has_the_records_of_a_device_and_explains_them(perfo
         assert line not in changed, aim
         assert f"{aim} | {sizes} | " in changed
     assert f"{window['gathered_mb']:,.0f} while it computes" in page
+    one, two = (
+        row["peak_bytes"]
+        for ranks in (1, 2)
+        for row in weak["rows"]
+        if (row["pattern"], row["implementation"], row["ranks"]) == ("top-k", "plan", ranks)
+    )
+    assert page.count(f", {two / (2 * one):.2f} for *top-k*.") == 2
     machine = of_two_gpus(tmp_path, "long-context-machine")
     page = performance.page()
     assert f"has a median of {machine['median_error']:.1%}" in page
