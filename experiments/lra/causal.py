@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from os import cpu_count
 
 import torch
+from rich.progress import track
 from torch import Tensor
 
 from experiments.lra.model import Classifier
@@ -28,8 +29,10 @@ def moved_discs(model: Classifier, task: Pathfinder, count: int = IMAGES) -> dic
     different = right = 0
     with ThreadPoolExecutor(cpu_count()) as pool:
         pairs = [image for i in range(count) for image in ((i, False), (i, True))]
-        drawings = list(pool.map(lambda image: images.draw(*image), pairs))
-    for start in range(0, len(drawings), 2 * BATCH):
+        drawn_in_order = pool.map(lambda image: images.draw(*image), pairs)
+        drawings = list(track(drawn_in_order, "drawing moved discs", len(pairs), transient=True))
+    starts = range(0, len(drawings), 2 * BATCH)
+    for start in track(starts, "testing moved discs", transient=True):
         drawn = drawings[start : start + 2 * BATCH]
         samples = [Sample([drawing.image.reshape(-1)], drawing.label) for drawing in drawn]
         batch = collate(task.shape, samples)

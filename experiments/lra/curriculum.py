@@ -113,6 +113,7 @@ def main(
             run.save(export_to)
         raise
     run.save(export_to)
+    print(run.in_words())
 
 
 def _but_steps(stages: list[Stage]) -> list[Stage]:
@@ -175,6 +176,17 @@ class Run:
     @property
     def ended(self) -> bool:
         return self.stuck or self.number == len(self.stages)
+
+    def in_words(self) -> str:
+        """How far the run is, and where its result is."""
+        place = f"stage {self.number + 1} of {len(self.stages)}"
+        if self.stuck:
+            state = f"{place} was stuck at chance, which ends the run"
+        elif self.ended:
+            state = f"all {len(self.stages)} stages have ended"
+        else:
+            state = f"{place} has not ended; the same command resumes"
+        return f"{state}: {self.output / WHOLE_RESULT}"
 
     def folder(self, number: int) -> Path:
         return self.output / self.stages[number].folder(number)

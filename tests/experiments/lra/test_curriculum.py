@@ -84,6 +84,19 @@ def test_errors_are_told_without_a_traceback(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_command_says_how_far_the_run_is(tmp_path):
+    both = [Stage.parse(text) for text in STAGES]
+    place = tmp_path / "curriculum.json"
+    going_on = Run(tmp_path, both, seed=0, number=1).in_words()
+    assert going_on == f"stage 2 of 2 has not ended; the same command resumes: {place}"
+    stuck = Run(tmp_path, both, seed=0, number=1, stuck=True).in_words()
+    assert stuck == f"stage 2 of 2 was stuck at chance, which ends the run: {place}"
+    Run(tmp_path, both, seed=0, number=2).save(None)
+    done = run("--output", tmp_path, *stages(*STAGES), "--", *FIT)
+    assert done.exit_code == 0, done.output
+    assert done.output.replace("\n", "") == f"all 2 stages have ended: {place}"
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Lightning and of how it calls jsonargparse
 def test_a_run_goes_through_its_stages_and_goes_on_elsewhere(tmp_path, monkeypatch):
