@@ -182,10 +182,11 @@ def sample(
         model = load(folder / CHECKPOINT, attention)
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         reader = Reader(folder)
-        sys.stdout.buffer.write(prompt.encode())
+        text = prompt.encode()  # written with the first token, so not if it is refused
         for token in islice(generate(model, reader.tokens(prompt), temperature, seed), length):
-            sys.stdout.buffer.write(reader.text(token))
+            sys.stdout.buffer.write(text + reader.text(token))
             sys.stdout.buffer.flush()
+            text = b""
     print()
 
 

@@ -94,8 +94,8 @@ def by_author(books: Books, authors: int) -> list[tuple[str, list[Book]]]:
     enough = [author for author, own in found.items() if len(own) >= BOOKS]
     if len(enough) < authors:
         raise ValueError(
-            f"authors must be at most {len(enough)}, which have {BOOKS} books of {LEAST} bytes or "
-            f"more, got {authors}"
+            f"authors must be at most {len(enough)}, the number of authors with {BOOKS} books of "
+            f"{LEAST} bytes or more, got {authors}"
         )
     enough.sort(key=lambda author: (-len(found[author]), author))
     return [(author, sorted(found[author], key=_drawn)) for author in sorted(enough[:authors])]

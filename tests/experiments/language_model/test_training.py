@@ -245,6 +245,9 @@ def test_commands(tmp_path):
     sampled = invoke(app, ["sample", folder, "--prompt", "It was", "--length", "4"])
     assert sampled.stdout_bytes.startswith(b"It was")
     assert len(sampled.stdout_bytes) == len(b"It was" + b"1234" + b"\n")
+    long = invoke(app, ["sample", folder, "--prompt", "It was " * 150])
+    assert (long.exit_code, long.stdout) == (2, "")
+    assert "prompt must be shorter than the context of 1024 tokens" in long.stderr
     for wrong, message in (
         (["train", "small", "--output", folder], "unknown preset"),
         ([*given, "--step-tokens", "1000"], "multiple of the context"),

@@ -54,7 +54,7 @@ def test_books_of_training_and_testing_are_apart_and_of_the_chosen_authors(root)
         assert not {b.path for b in books_for_testing(own)} & {b.path for b in train}
         assert {b.author for b in own} == {author}
     assert [author for author, _ in by_author(books, 2)] == ["1", "2"]
-    with pytest.raises(ValueError, match="authors must be at most 3, which have 3 books"):
+    with pytest.raises(ValueError, match="at most 3, the number of authors with 3 books"):
         by_author(books, 4)
 
 
