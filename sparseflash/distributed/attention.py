@@ -125,8 +125,9 @@ def context_parallel_attention(
             lengths, and which other arguments are given. If they differ, or a rank has an invalid
             argument, all ranks raise an error. The check waits for the device. By default it is
             done in the first call with this plan, group, options and sizes, and with these of the
-            other arguments. Then a later call that differs on one rank only ends with an error
-            after the time-out, or if only key lengths differ, with a wrong result.
+            other arguments. A later call is not compared: if it differs on one rank, in another
+            plan on which all agreed before or in key lengths, results are wrong, or an error comes
+            after the time-out. Use `check=True` where ranks may choose among plans.
         **options: Fields of AttentionOptions.
 
     Returns:
