@@ -40,6 +40,7 @@ class ScoreFunction:
         indexed_by: For each dim of each score tensor, those of ARGUMENTS by which f indexes it
             directly. from_torch determines them, so that a score tensor of too few entries is
             refused. Without them any size is allowed.
+        source: The operations of f and of its derivative, from from_torch.
 
     Raises:
         TypeError: `name` is not a string, or `torch` is not callable.
@@ -57,6 +58,7 @@ class ScoreFunction:
     reads: "ReadDerivatives | None" = None
     of_batch: bool = True
     indexed_by: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    source: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -78,7 +80,8 @@ class ScoreFunction:
         translated to Triton.
 
         Args:
-            name: A unique name.
+            name: A unique name. If it is that of a function with the same operations, such as
+                one that a notebook has made before, that one is returned.
             function: (score, batch, head, query, key) -> f, with elementwise operations of torch:
                 arithmetic, comparisons, torch.where, exponentials, powers, rounding. It is
                 traced once for each dtype, with scalar tensors. Numbers, and tensors of one
@@ -121,6 +124,9 @@ class ScoreFunction:
         traced = _traced(name, function, torch.float32, kinds)
         indexed_by = _indices_of_reads(name, traced.graph)
         declared = tuple((kind, len(own)) for kind, own in zip(kinds, indexed_by, strict=True))
+        source, known = _source(traced), _functions.get(name)
+        if known is not None and (known.source, known.tensors) == (source, declared):
+            return known
         evaluate = partial(_evaluate, name, function, kinds)
         derive = partial(_read_derivatives, name, function, kinds) if float in kinds else None
         nodes = [*traced.graph.nodes]
@@ -144,6 +150,7 @@ class ScoreFunction:
             declared,
             reads=reads,
             indexed_by=indexed_by,
+            source=source,
             **depends,
         )
 
@@ -454,6 +461,13 @@ def _traced(
         return f, derivative
 
     return _trace(name, f_and_derivative, score_dtype, kinds)
+
+
+def _source(traced: fx.GraphModule) -> str:
+    """The operations of a traced function, with the values of its constants."""
+    names = [node.target for node in traced.graph.nodes if node.op == "get_attr"]
+    constants = [f"{name} = {getattr(traced, name).tolist()}" for name in dict.fromkeys(names)]
+    return "\n".join([traced.code, *constants])
 
 
 @lru_cache(maxsize=256)

@@ -115,6 +115,24 @@ def test_functions_without_a_form_for_triton_are_refused():
         sparseflash.ScoreFunction(3, bent_of_torch)
 
 
+def test_the_same_function_can_be_made_again():
+    """As by a notebook cell that is run twice."""
+
+    def make(slope, name="made again"):
+        number = torch.tensor(slope)
+
+        def bend(score, batch, head, query, key):
+            return score * number - 0.5
+
+        return sparseflash.ScoreFunction.from_torch(name, bend)
+
+    first = make(2.0)
+    assert make(2.0) is first
+    assert make(2.0, "made under another name") is not first
+    with pytest.raises(ValueError, match="name must be unique, got 'made again'"):
+        make(3.0)
+
+
 @triton.jit
 def of_query(score, batch, head, query, key):
     return 0.1 * query, 0.0
