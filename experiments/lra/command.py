@@ -28,6 +28,7 @@ from experiments.lra.learner import (
     trained_by,
 )
 from experiments.lra.model import Expressions
+from experiments.lra.parser import Parser
 from experiments.lra.tasks import MissingData, Pathfinder, Task
 
 LIGHTNING_VERSION = "pytorch-lightning_version"  # a key of every checkpoint
@@ -58,6 +59,7 @@ class ArenaCLI(LightningCLI):
             *args,
             seed_everything_default=0,
             save_config_kwargs={"overwrite": True},
+            parser_class=Parser,
             parser_kwargs={"prog": "python -m experiments.lra"},
             **options,
         )

@@ -16,6 +16,7 @@ import torch
 from experiments.lra import __main__ as entry
 from experiments.lra import command, presets
 from experiments.lra.learner import Learner, ObjectiveConfig, OptimizerConfig
+from experiments.lra.parser import HELP
 from experiments.lra.tasks import Pathfinder
 from tests.helpers.lightning import TRAINS
 from tests.helpers.lra_runs import ENCODER
@@ -173,13 +174,28 @@ def test_all_options_can_be_asked_for(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_an_unknown_option_is_answered_with_the_command_that_was_given(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["__main__.py", "fit", "--nosuch"])
-    with pytest.raises(SystemExit):
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--nosuch", "unknown option --nosuch"),
+        (
+            "--model.encoder.atention=flash",
+            "unknown option --model.encoder.atention; similar: --model.encoder.attention",
+        ),
+        ("--worker", "unknown option --worker; similar: --data.workers"),
+        ("--data.task.sise=8", "'sise' is not accepted; known: like, size"),
+        ("--model.encoder.layers=x", "key \"model.encoder.layers\":\n  Expected a <class 'int'>"),
+    ],
+)
+def test_a_wrong_option_is_answered_in_a_few_lines(option, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["__main__.py", *SMALL_RUN.split(), option])
+    with pytest.raises(SystemExit, match="2"):
         entry.main()
     printed = capsys.readouterr().err
-    assert printed.startswith("usage: python -m experiments.lra [options] fit ")
-    assert "__main__.py" not in printed
+    assert printed.startswith("error: ")
+    assert message in printed
+    assert printed.endswith(f"\n{HELP}\n")
+    assert len(printed.splitlines()) <= 4
 
 
 def test_an_accuracy_without_an_error_has_no_distance_in_errors(capsys):
