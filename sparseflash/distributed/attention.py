@@ -12,19 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from masks import DynamicMask
 from masks._core.grid import is_captured
 from sparseflash.arguments import check_sinks, checked_bias, checked_seed, checked_tensors
-from sparseflash.distributed.capture import check_not_captured
+from sparseflash.distributed.agreement import NEW, Comparison, number_of, with_seed
 from sparseflash.distributed.copies import Copies
 from sparseflash.distributed.heads import HeadSharing
 from sparseflash.distributed.part import Heads
 from sparseflash.distributed.passes import ContextParallelAttention
 from sparseflash.distributed.plan import ContextPlan
 from sparseflash.distributed.prepare import check_heads, check_selected, prepare, sizes_of
-from sparseflash.distributed.transport import (
-    Group,
-    check_agreement,
-    disagreement,
-    process_group_of,
-)
+from sparseflash.distributed.transport import Group, process_group_of
 from sparseflash.merge import add_sinks
 from sparseflash.options import AttentionOptions, CallKeywords, OptionKeywords
 
@@ -121,13 +116,14 @@ def context_parallel_attention(
         transport: How keys, values and their gradients are exchanged. By default by all-to-alls of
             the process group. `Copies` are copies between the GPUs of one host, which run beside
             kernels without delaying them: one object for all calls of the group.
-        check: Whether all ranks first compare their plans and arguments: options, sizes, key
-            lengths, and which other arguments are given. If they differ, or a rank has an invalid
-            argument, all ranks raise an error. The check waits for the device. By default it is
-            done in the first call with this plan, group, options and sizes, and with these of the
-            other arguments. A later call is not compared: if it differs on one rank, in another
-            plan on which all agreed before or in key lengths, results are wrong, or an error comes
-            after the time-out. Use `check=True` where ranks may choose among plans.
+        check: Whether all ranks first compare their plans and arguments in full: options, sizes,
+            key lengths, and which other arguments are given. If they differ, or a rank has an
+            invalid argument, all ranks raise an error that says so. It waits for the device. By
+            default it is done in the first call with this plan, group, options and sizes, and with
+            these of the other arguments. Later calls compare one number, for which the host does
+            not wait on a GPU: if ranks disagree there, or one has an invalid argument, they
+            compare in full on a CPU, and on GPUs a device-side assertion ends all ranks. Calls in
+            a CUDA graph, and all with `check=False`, compare nothing. Equal on all ranks.
         **options: Fields of AttentionOptions.
 
     Returns:
@@ -136,11 +132,12 @@ def context_parallel_attention(
         shape and dtype of the LSE.
 
     Raises:
-        TypeError, ValueError: An argument is invalid; the message names it. Without the check, the
+        TypeError, ValueError: An argument is invalid; the message names it. With `check=False` the
             other ranks wait until the time-out of the group.
         BackendError: No backend can compute the call.
         RuntimeError: Another rank died or did not answer within the time-out of the group. A CUDA
-            graph is being captured, and no call with this plan and options came before.
+            graph is being captured, and no call with this plan and options came before. On GPUs:
+            ranks disagree in a later call.
 
     Reference:
         Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers", 2023, exchanges all
@@ -180,32 +177,37 @@ def _attention(
     check: bool | None,
     arguments: Mapping[str, Any],
     heads_group: ProcessGroup | None = None,
+    whole: ContextPlan | None = None,
 ) -> tuple[Tensor, ...]:
     """out, lse and, if asked for, the maximum logits.
 
     arguments: those of `prepare`
     heads_group: the ranks among which heads are divided, which must agree too
+    whole: the plan of all heads if they are divided
     """
     agreed = ("agreed", *(None if x is None else ref(x) for x in (heads_group, group)))
-    first = agreed not in plan.agreed
+    compare = None if group is None else Comparison(group, heads_group, tensors, check)
     try:
         prepared = prepare(*tensors, plan, group, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        needs_check = first if check is None else check
-        if group is not None and needs_check and not _are_captured(tensors):
-            _check_agreement(group, heads_group, {}, f"{type(error).__name__}: {error}")
+        if compare is not None and compare.needed(plan.agreed.get(agreed), valid=False):
+            compare.in_full({}, f"{type(error).__name__}: {error}")
         raise
-    if group is not None:
-        like_this = (*agreed, *prepared.kind)
-        if like_this not in plan.agreed if check is None else check:
-            check_not_captured(tensors[0].device)
+    if compare is not None:
+        has_sinks = arguments["sinks"] is not None
+        like_this = (*agreed, has_sinks, *prepared.kind)
+        known = plan.agreed.get(like_this)
+        number = None if known is None else with_seed(known, prepared.seed)
+        if compare.needed(number, prepared.lengths):
             facts = prepared.facts(*tensors[:2])
-            facts["whether there are sinks"] = arguments["sinks"] is not None
+            facts["whether there are sinks"] = has_sinks
             # The plan as it was given: bias, key_lengths and mask may choose another split.
             of_ranks = {"plan": f"{plan} of SHA-256 {plan.digest}"}
             of_ranks["transport"] = prepared.transport_name
-            _check_agreement(group, heads_group, facts, None, of_ranks)
-            plan.agreed.update((agreed, like_this))
+            compare.in_full(facts, None, of_ranks)
+            facts |= {"seed": None, "key_lengths": None}  # compared with the number in each call
+            of_mesh = {"plan": (whole or plan).digest, "copies": prepared.copies is not None}
+            plan.agreed.update({agreed: NEW, like_this: number_of(facts | of_mesh)})
     inputs = (prepared.query, prepared.key, prepared.value, prepared.bias)
     read = () if prepared.score_tensors is None else prepared.score_tensors.tensors
     out, lse, *max_logits = cast(
@@ -215,29 +217,6 @@ def _attention(
     if arguments["sinks"] is not None:
         out, lse = add_sinks(out, lse, arguments["sinks"])
     return out, lse, *max_logits
-
-
-def _are_captured(tensors: Sequence[object]) -> bool:
-    """Whether a CUDA graph is captured with tensors that are not checked yet."""
-    return any(isinstance(x, Tensor) and is_captured(x.device) for x in tensors)
-
-
-def _check_agreement(
-    group: ProcessGroup,
-    heads_group: ProcessGroup | None,
-    facts: Mapping[str, Any],
-    problem: str | None,
-    of_ranks: Mapping[str, Any] | None = None,
-) -> None:
-    """Raises ValueError on every rank if there is a disagreement.
-
-    Along both dimensions of a mesh, so that every rank raises the error of any rank.
-
-    of_ranks: what must be equal on the ranks of `group` alone, which have the same heads
-    """
-    if heads_group is not None:
-        problem = disagreement(heads_group, dict(facts), problem)
-    check_agreement(group, {**(of_ranks or {}), **facts}, problem)
 
 
 def _with_shared_heads(
@@ -259,17 +238,17 @@ def _with_shared_heads(
     except (TypeError, ValueError) as problem:
         error = problem
     agreed = ("agreed", ref(heads_group))  # a plan does not keep the memory of a group
-    needs_check = agreed not in plan.agreed if check is None else check
-    if error is not None and (_are_captured(tensors) or not needs_check):
+    number = number_of(facts) if agreed in plan.agreed else None
+    compare = Comparison(group, heads_group, tensors, check)
+    if compare.needed(number, valid=error is None):
+        compare.in_full(facts, None if error is None else str(error))
+        plan.agreed[agreed] = NEW
+    if error is not None:
         raise error
-    if needs_check:
-        if error is None:
-            check_not_captured(tensors[0].device)
-        _check_agreement(group, heads_group, facts, None if error is None else str(error))
-        plan.agreed.add(agreed)
     query, key, value = map(sharing.by_heads, tensors)
     own_plan = plan.of_heads(sharing.heads)
-    out, *of_rows = _attention((query, key, value), own_plan, group, check, own, heads_group)
+    tensors = query, key, value
+    out, *of_rows = _attention(tensors, own_plan, group, check, own, heads_group, plan)
     of_tokens = sharing.by_tokens(torch.stack(of_rows, -1))  # in one exchange
     lse, *max_logits = (of_tokens[..., i] for i in range(of_tokens.shape[-1]))
     return sharing.by_tokens(out), lse, *(x.detach() for x in max_logits)

@@ -197,13 +197,13 @@ class ContextPlan(Caching):
         return self.cache[key]
 
     @cached_property
-    def agreed(self) -> set[tuple[Any, ...]]:
-        """The calls of which ranks have compared their arguments; see attention._attention.
+    def agreed(self) -> dict[tuple[Any, ...], int]:
+        """The numbers of calls of which ranks have compared all arguments; see agreement.py.
 
         It is not in the cache, which one rank might empty before the others: that rank would wait
         for them to compare.
         """
-        return set()
+        return {}
 
     def part(
         self,

@@ -1,6 +1,4 @@
-"""The process group of a call, the check that all ranks agree, and `gather`."""
-
-from typing import Any
+"""The process group of a call, and `gather`."""
 
 import torch
 import torch.distributed as dist
@@ -51,44 +49,6 @@ def group_or_world(group: Group) -> ProcessGroup | None:
     if group.ndim != 1:
         raise ValueError(f"group must be a mesh of one dimension, got {group}")
     return group.get_group()
-
-
-def disagreement(group: ProcessGroup, values: dict[str, Any], problem: str | None) -> str | None:
-    """Compares the arguments of all ranks of a group.
-
-    Args:
-        group: The ranks.
-        values: Values that must be equal on all ranks, by name.
-        problem: An error of this rank; None if its arguments are valid.
-
-    Returns:
-        The errors of all ranks, or the first difference, the same text on every rank; None if all
-        ranks agree.
-
-    Raises:
-        RuntimeError: A rank did not answer.
-    """
-    answers: list[Any] = [None] * group.size()
-    with explain_errors("its arguments"):
-        dist.all_gather_object(answers, (values, problem), group=group)
-    problems = [f"rank {r}: {text}" for r, (_, text) in enumerate(answers) if text is not None]
-    if problems:
-        return "\n".join(["context_parallel_attention was refused on", *problems])
-    for name, first in answers[0][0].items():
-        for rank, (other, _) in enumerate(answers):
-            if other[name] != first:
-                return (
-                    f"{name} must be equal on all ranks, got {first} on rank 0 and {other[name]} "
-                    f"on rank {rank}"
-                )
-    return None
-
-
-def check_agreement(group: ProcessGroup, values: dict[str, Any], problem: str | None) -> None:
-    """Raises ValueError on every rank if there is a disagreement."""
-    message = disagreement(group, values, problem)
-    if message is not None:
-        raise ValueError(message)
 
 
 def gather(shard: Tensor, plan: ContextPlan, dim: int, group: Group = None) -> Tensor:

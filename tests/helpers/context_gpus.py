@@ -257,3 +257,25 @@ def refused_first_call_in_a_graph(rank: int, check: bool | None) -> str:
         except RuntimeError as error:
             return str(error)
     return "nothing was refused"
+
+
+def in_a_later_call(rank: int, second: str, copied: bool) -> str:
+    """The error of a call in which one rank takes the second of two plans that all have used."""
+    copies = Copies() if copied else None
+    patterns = {
+        "equal traffic": masks.local((300, 0)) - masks.local((100, 0)),
+        "other traffic": masks.causal(),
+    }
+    plans = [
+        make_plan(pattern(LENGTH, BLOCK), dist.get_world_size(), "contiguous")
+        for pattern in (masks.local((300, 0)), patterns[second])
+    ]
+    tokens = len(plans[0].positions(rank))
+    own = torch.zeros(3, 1, KV_HEADS, tokens, DIMS, device="cuda").bfloat16()
+    for plan in (*plans, *plans, plans[rank == 1]):
+        try:
+            context_parallel_attention(*own.unbind(), plan, transport=copies)
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"

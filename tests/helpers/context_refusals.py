@@ -14,7 +14,7 @@ import masks
 import sparseflash
 from sparseflash.distributed import (
     ContextPlan,
-    attention,
+    agreement,
     capture,
     context_parallel_attention,
     make_plan,
@@ -89,9 +89,9 @@ def captured_with_shared_heads(rank: int) -> list[str]:
     ]
     errors = []
     with (
-        mock.patch.object(attention, "is_captured", return_value=True),
+        mock.patch.object(agreement, "is_captured", return_value=True),
         mock.patch.object(capture, "is_captured", return_value=True),
-        mock.patch.object(attention, "_check_agreement", side_effect=AssertionError),
+        mock.patch.object(agreement, "numbers_agree", side_effect=AssertionError),
     ):
         for tensors in (own, [own[0], own[1][:, :1], own[2][:, :1]]):
             for check in (None, True):
@@ -140,19 +140,102 @@ def refused(rank: int, what: str) -> str:
     return "nothing"
 
 
-def of_another_agreed_plan(rank: int) -> str:
-    """The error of a checked call in which rank 1 has another of the plans that all have used."""
-    plans = []
-    for name in ("causal", "window and sink"):
-        plan = make_plan(mask_of(name), dist.get_world_size(), "contiguous")
-        context_parallel_attention(
-            *(plan.shard(x, rank, 2) for x in inputs(torch.float64)[:3]), plan
-        )
-        plans.append(plan)
-    plan = plans[rank == 1]
-    own = [plan.shard(x, rank, 2) for x in inputs(torch.float64)[:3]]
+LATER = ("plan", "plan of equal traffic", "options", "sinks", "seed", "key_lengths", "dtype")
+
+
+def of_a_later_call(rank: int, what: str, check: bool | None) -> str:
+    """The error of a call in which rank 1 passes what all ranks have passed in another one."""
+    names = ("causal", "every other token" if what == "plan of equal traffic" else "window")
+    plans = [
+        make_plan(mask_of_later_call(each), dist.get_world_size(), "contiguous") for each in names
+    ]
+    calls: list[tuple[ContextPlan, torch.dtype, dict[str, Any]]]
+    calls = [(plans[0], torch.float64, extras_of_later_call(what, False))] * 2
+    if what.startswith("plan"):
+        calls[1] = (plans[1], *calls[0][1:])
+    elif what == "dtype":
+        calls[1] = (plans[0], torch.float32, {})
+    else:
+        calls[1] = (*calls[0][:2], extras_of_later_call(what, True))
+    for plan, dtype, extras in (*calls, *calls):
+        context_parallel_attention(*_own(plan, rank, dtype), plan, **extras)
+    plan, dtype, extras = calls[rank == 1]
     try:
-        context_parallel_attention(*own, plan, check=True)
+        context_parallel_attention(*_own(plan, rank, dtype), plan, check=check, **extras)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def _own(plan: ContextPlan, rank: int, dtype: torch.dtype) -> list[Tensor]:
+    return [plan.shard(x, rank, 2) for x in inputs(dtype)[:3]]
+
+
+def mask_of_later_call(name: str) -> masks.BlockMask:
+    """Two masks of which ranks exchange equal numbers of rows, and one of other numbers."""
+    if name == "every other token":
+        every_other = masks.pattern(lambda q, k: (q >= k) & ((q + k) % 2 == 0))
+        return every_other(LENGTH, 16)
+    return masks.local((30, 0))(LENGTH, 16) if name == "window" else masks.causal()(LENGTH, 16)
+
+
+def extras_of_later_call(what: str, second: bool) -> dict[str, Any]:
+    if what == "options":
+        return {"softcap": 5.0} if second else {}
+    if what == "sinks":
+        return {"sinks": torch.ones(4).double()} if second else {}
+    if what == "seed":
+        return {"dropout_p": 0.5, "seed": int(second)}
+    if what == "key_lengths":  # in the other order
+        lengths = torch.tensor([LENGTH, 100])
+        return {"key_lengths": lengths.flip(0) if second else lengths}
+    return {}
+
+
+def invalid_in_a_later_call(rank: int) -> str:
+    """The error of a second call whose arguments are invalid on rank 1."""
+    plan = make_plan(mask_of("causal"), dist.get_world_size(), "contiguous")
+    own = _own(plan, rank, torch.float64)
+    context_parallel_attention(*own, plan)
+    try:
+        context_parallel_attention(*([x[:, :, 1:] for x in own] if rank == 1 else own), plan)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def checked_in_full_on_one_rank(rank: int) -> float:
+    """The difference to one process of a second call that only rank 1 asks to compare in full."""
+    mask = mask_of("causal")
+    plan = make_plan(mask, dist.get_world_size(), "contiguous")
+    own = _own(plan, rank, torch.float64)
+    context_parallel_attention(*own, plan)
+    out = context_parallel_attention(*own, plan, check=True if rank == 1 else None)
+    whole = sparseflash.attention(*inputs(torch.float64)[:3], mask)
+    return difference(out, plan.shard(whole, rank, 2))
+
+
+def of_a_later_call_with_shared_heads(rank: int, what: str) -> str:
+    """The error of a call of heads x sequence in which one rank differs from the call before."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    plans = [
+        make_plan(mask_of_later_call(each), 2, "contiguous")
+        for each in ("causal", "every other token")
+    ]
+    calls = []
+    for plan in plans:
+        tensors = inputs(torch.float64)[:3]
+        own = [plan.shard(x, rank // 2, 2).tensor_split(2, 2)[rank % 2] for x in tensors]
+        calls.append((own, plan, {}))
+    if what == "key_lengths":
+        calls = [(*calls[0][:2], extras_of_later_call(what, second)) for second in (False, True)]
+    for own, plan, extras in (*calls, *calls):
+        context_parallel_attention(*own, plan, group=mesh, **extras)
+    own, plan, extras = calls[rank == 3]
+    if what == "invalid" and rank == 3:
+        own = [own[0], own[1][:, :1], own[2][:, :1]]
+    try:
+        context_parallel_attention(*own, plan, group=mesh, **extras)
     except ValueError as error:
         return str(error)
     return "nothing"

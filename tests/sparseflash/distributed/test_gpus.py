@@ -1,5 +1,7 @@
 """Attention over a sequence that two GPUs share through NCCL, against one GPU, in bfloat16."""
 
+import time
+
 import pytest
 import torch
 
@@ -161,3 +163,16 @@ def test_a_captured_call_with_dropout(two_gpus, warm):
 @pytest.mark.parametrize("mask", ["butterfly", "global tokens"])
 def test_the_same_inputs_give_the_same_bits(two_gpus, mask, length):
     assert two_gpus.run(cases.same_bits, mask, length) == [True, True]
+
+
+@pytest.mark.parametrize("copied", [True, False], ids=["copies", "all-to-alls"])
+@pytest.mark.parametrize("second", ["equal traffic", "other traffic"])
+def test_a_plan_that_differs_in_a_later_call_ends_all_ranks(tmp_path, second, copied):
+    """Within seconds, and not after the time-out of the group; the processes are useless then."""
+    begin = time.monotonic()
+    started = Ranks(2, tmp_path / "meeting", 240, "nccl")
+    answers = started.run(cases.in_a_later_call, second, copied)
+    assert time.monotonic() - begin < 120
+    started.close()
+    for answer in answers:  # None if NCCL has ended the process
+        assert answer is None or "device-side assert" in answer, answer

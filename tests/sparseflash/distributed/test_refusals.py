@@ -101,10 +101,32 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(two_ranks, what, me
         assert re.match(message, answer), answer
 
 
-def test_a_plan_that_differs_in_a_later_call_is_found_by_a_check(two_ranks):
-    """Also if all ranks have agreed on each of the plans before, which the default remembers."""
-    for answer in two_ranks.run(refusals.of_another_agreed_plan):
-        assert answer.startswith("plan must be equal on all ranks, got ContextPlan"), answer
+@pytest.mark.parametrize("check", [None, True], ids=["by default", "in full"])
+@pytest.mark.parametrize("what", refusals.LATER)
+def test_what_one_rank_changes_in_a_later_call_is_an_error_on_every_rank(two_ranks, what, check):
+    """All ranks have made each of the two calls before."""
+    name = what.split(" of ")[0].replace("sinks", "whether")
+    for answer in two_ranks.run(refusals.of_a_later_call, what, check):
+        assert answer.startswith(name), answer
+        assert "equal on all ranks" in answer, answer
+
+
+def test_what_is_invalid_on_one_rank_in_a_later_call_is_an_error_on_every_rank(two_ranks):
+    answers = two_ranks.run(refusals.invalid_in_a_later_call)
+    assert len(set(answers)) == 1
+    assert "refused on\nrank 1: ValueError: query must have" in answers[0], answers
+
+
+def test_one_rank_can_ask_all_to_compare_in_full(two_ranks):
+    assert max(two_ranks.run(refusals.checked_in_full_on_one_rank)) < 1e-12
+
+
+@pytest.mark.parametrize("what", ["plan", "key_lengths", "invalid"])
+def test_what_differs_in_a_later_call_with_shared_heads(four_ranks, what):
+    answers = four_ranks.run(refusals.of_a_later_call_with_shared_heads, what)
+    assert len(set(answers)) == 1, answers
+    expected = "must have a multiple" if what == "invalid" else f"{what} must be equal"
+    assert expected in answers[0], answers
 
 
 def test_a_rank_that_has_emptied_its_caches_does_not_compare_arguments_alone(tmp_path):
@@ -116,11 +138,12 @@ def test_a_rank_that_has_emptied_its_caches_does_not_compare_arguments_alone(tmp
 
 
 def test_options_that_differ_in_a_later_call_are_an_error(tmp_path):
-    """The rank with the new options compares them, and the others do not."""
+    """The rank with the new options has not compared them, and the others have."""
     started = Ranks(2, tmp_path / "meeting", timeout=5)
     answers = started.run(refusals.refused, "options of a later call")
     started.close()
-    assert "nothing" not in answers, answers
+    for answer in answers:
+        assert answer.startswith("ValueError: options must be equal on all ranks"), answer
 
 
 @pytest.mark.parametrize("when", [1, 2], ids=["before", "between passes"])

@@ -1,0 +1,224 @@
+"""The comparison of the arguments of all ranks, in full and by one number.
+
+A call in which a rank has another plan, option or size would exchange rows that the others do not
+expect: it would wait for ever, or compute wrong results. So ranks compare their arguments before
+they exchange anything. The first call with a plan and its options compares them in full, by name,
+which waits for the device. Each later call compares one number, a digest of the same properties:
+
+    max over ranks of number = min over ranks of number
+
+The number of a call that needs the full comparison is NEW, and that of invalid arguments INVALID.
+So ranks of which only some compare in full, or raise an error, find that they disagree. On a CPU
+all then compare in full, which says what differs. On a GPU the host does not wait for the answer:
+a device-side assertion ends all ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from hashlib import blake2b
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from masks._core.grid import is_captured
+from sparseflash.distributed.capture import check_not_captured
+from sparseflash.distributed.exchange import explain_errors
+
+NEW, INVALID = -1, -2
+MASK = 2**60 - 1  # two such numbers can be added in int64
+# Odd factors with about as many ones as zeros in binary.
+OF_SEEDS, OF_LENGTHS, OF_ELEMENTS = 0x9E3779B97F4A7C15, 0x5851F42D4C957F2D, 0x14057B7EF767814F
+DISAGREEMENT = (
+    "context_parallel_attention: plans, options, sizes or key lengths differ between ranks, or "
+    "those of one rank are invalid; check=True reports which"
+)
+
+
+class Comparison:
+    """The comparison of one call on all ranks.
+
+    Args:
+        group: The ranks.
+        heads_group: The ranks among which heads are divided, if they are.
+        tensors: query, key and value of this rank, which may be invalid.
+        check: As in context_parallel_attention.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        heads_group: ProcessGroup | None,
+        tensors: Sequence[object],
+        check: bool | None,
+    ):
+        self._group, self._heads_group, self._check = group, heads_group, check
+        self._query = tensors[0]
+        self._captured = any(isinstance(x, Tensor) and is_captured(x.device) for x in tensors)
+
+    def needed(
+        self, number: int | None, lengths: Tensor | None = None, valid: bool = True
+    ) -> bool:
+        """Whether all ranks must compare in full, the same on every rank.
+
+        Args:
+            number: The number of the call; None if ranks have not compared such a call in full.
+            lengths: Its key lengths (batch,), if it has any.
+            valid: Whether the arguments of this rank are valid.
+
+        Raises:
+            RuntimeError: A valid call is captured that must be compared in full; or another rank
+                died or did not answer within the time-out of the group.
+        """
+        in_full = number is None if self._check is None else self._check
+        if self._captured:
+            if in_full and valid and isinstance(self._query, Tensor):
+                check_not_captured(self._query.device)
+            return False  # the rank alone raises the error of invalid arguments
+        if self._check is False:
+            return False
+        if in_full or number is None:
+            number, lengths = NEW, None
+        elif not valid:
+            number, lengths = INVALID, None
+        groups = [x for x in (self._heads_group, self._group) if x is not None]
+        device = _device_of(self._group, self._query)
+        return not numbers_agree(groups, device, number, lengths) or in_full
+
+    def in_full(
+        self,
+        facts: Mapping[str, Any],
+        problem: str | None,
+        of_ranks: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Compares in full; raises ValueError on all ranks if they differ.
+
+        Along both dimensions of a mesh, so that every rank raises the error of any rank.
+
+        Args:
+            facts: Values that must be equal on all ranks, by name.
+            problem: An error of this rank; None if its arguments are valid.
+            of_ranks: What must be equal on the ranks of `group` alone, which have the same heads.
+
+        Raises:
+            ValueError: The errors of all ranks, or the first difference, the same on every rank.
+            RuntimeError: A rank did not answer.
+        """
+        if self._heads_group is not None:
+            problem = _disagreement(self._heads_group, facts, problem)
+        message = _disagreement(self._group, {**(of_ranks or {}), **facts}, problem)
+        if message is not None:
+            raise ValueError(message)
+
+
+def number_of(facts: Mapping[str, Any]) -> int:
+    """A number that is equal on ranks with equal facts, and else almost surely is not."""
+    digest = blake2b(repr(tuple(facts.items())).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & MASK
+
+
+def with_seed(number: int, seed: int) -> int:
+    """The number of a call with a seed of dropout."""
+    return (number + seed * OF_SEEDS) & MASK
+
+
+def numbers_agree(
+    groups: Sequence[ProcessGroup],
+    device: torch.device,
+    number: int,
+    lengths: Tensor | None = None,
+) -> bool:
+    """Compares the numbers and key lengths of all ranks of a mesh with these groups.
+
+    Args:
+        groups: The group of this rank along each dimension of the mesh.
+        device: Device of the tensors that the groups exchange.
+        number: The number of the call.
+        lengths: Its key lengths (batch,) if they are compared.
+
+    Returns:
+        Whether all agree, the same on every rank. On a GPU always True: if ranks disagree, the
+        device raises DISAGREEMENT on all of them, at the latest when the host waits for it.
+
+    Raises:
+        RuntimeError: Another rank died or did not answer within the time-out of the group.
+    """
+    if all(group.size() == 1 for group in groups):
+        return True
+    if device.type != "cuda":
+        return bool(_spread(groups, device, number, lengths) == 0)
+    # On a stream of its own, so that no kernel of attention waits for other ranks here.
+    beside = _stream(device)
+    beside.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(beside):
+        spread = _spread(groups, device, number, lengths)
+        torch.ops.aten._assert_async.msg(spread == 0, DISAGREEMENT)
+    if lengths is not None:
+        lengths.record_stream(beside)
+    return True
+
+
+def _spread(
+    groups: Sequence[ProcessGroup], device: torch.device, number: int, lengths: Tensor | None
+) -> Tensor:
+    """The maximum over ranks of the number of the call less the minimum, as an int64 scalar."""
+    both = torch.empty(2, dtype=torch.int64, device=device)
+    both[:1].fill_(number)  # the values are arguments of kernels, for which the host does not wait
+    both[1:].fill_(-number)
+    if lengths is not None:
+        hashed = _hash(lengths.to(device, torch.int64))
+        both[:1] += hashed
+        both[1:] -= hashed
+    with explain_errors("the numbers of the call"):
+        for group in groups:
+            # Asynchronous for the same reason as the barrier of SharedMemory.
+            work = dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            cast(dist.Work, work).wait()
+    return both.sum()
+
+
+def _hash(lengths: Tensor) -> Tensor:
+    """A number of an int64 tensor (batch,) that depends on the order of its elements."""
+    elements = torch.arange(1, len(lengths) + 1, device=lengths.device) * _signed(OF_ELEMENTS)
+    return ((lengths * _signed(OF_LENGTHS)) ^ elements).sum() & MASK
+
+
+def _signed(number: int) -> int:
+    """The int64 with the bits of an unsigned number."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of comparisons on a device."""
+    return torch.cuda.Stream(device)
+
+
+def _device_of(group: ProcessGroup, tensor: object) -> torch.device:
+    """The device of a tensor if the group exchanges such tensors, else one that it exchanges."""
+    types = [each.split(":")[0] for each in dist.get_backend_config(group).split(",")]
+    if isinstance(tensor, Tensor) and tensor.device.type in types:
+        return tensor.device
+    return torch.device(types[0])
+
+
+def _disagreement(
+    group: ProcessGroup, values: Mapping[str, Any], problem: str | None
+) -> str | None:
+    """The errors of all ranks, or the first value that differs; None if all ranks agree."""
+    answers: list[Any] = [None] * group.size()
+    with explain_errors("its arguments"):
+        dist.all_gather_object(answers, (dict(values), problem), group=group)
+    problems = [f"rank {r}: {text}" for r, (_, text) in enumerate(answers) if text is not None]
+    if problems:
+        return "\n".join(["context_parallel_attention was refused on", *problems])
+    for name, first in answers[0][0].items():
+        for rank, (other, _) in enumerate(answers):
+            if other[name] != first:
+                return (
+                    f"{name} must be equal on all ranks, got {first} on rank 0 and {other[name]} "
+                    f"on rank {rank}"
+                )
+    return None
