@@ -79,9 +79,11 @@ def attend_baseline(baseline: Baseline, problem: Problem, extras: Extras = NO_EX
         BaselineError: The baseline does not support the extras, or not with this mask.
     """
     padded = extras.key_lengths is not None
-    by_mask = baseline in (Baseline.SDPA, Baseline.STANDARD) and problem.dense == "full"
-    by_mask = by_mask or baseline in (Baseline.FLEX, Baseline.CUDNN_FLEX)
-    if padded and not (by_mask or baseline.approximate):
+    padded_full = baseline in (Baseline.SDPA, Baseline.STANDARD, Baseline.FLASH4)
+    padded_any = baseline in (Baseline.FLEX, Baseline.CUDNN_FLEX) or baseline.approximate
+    if padded and padded_full and problem.dense != "full":
+        raise BaselineError(f"{baseline} is measured with padding on full masks only")
+    if padded and not (padded_full or padded_any):
         raise BaselineError(f"{baseline} is measured without padding")
     if extras.dropout_p > 0 and baseline not in WITH_DROPOUT:
         raise BaselineError(f"{baseline} has no dropout")
@@ -91,6 +93,8 @@ def attend_baseline(baseline: Baseline, problem: Problem, extras: Extras = NO_EX
         return attend_flex(None if every else flex_mask(problem, extras.key_lengths))
     if baseline is Baseline.CUDNN_FLEX:
         return attend_cudnn_flex(problem, extras.key_lengths)
+    if padded and baseline is Baseline.FLASH4:
+        return attend_flash4_padded(problem, extras.key_lengths)
     if baseline in ON_INSTALLED:
         return ON_INSTALLED[baseline](problem)
     if problem.dense is None:
@@ -212,6 +216,60 @@ def attend_flash4(problem: Problem) -> Attend:
         return out.transpose(1, 2)
 
     return attend
+
+
+def attend_flash4_padded(problem: Problem, key_lengths: Tensor) -> Attend:
+    """FlashAttention-4 with the full mask and all queries, on keys and values without padding.
+
+    It takes packed keys and values, as its varlen function documents. Each pass includes the
+    copies: of keys and values, and of their gradients back, with zeros for padding.
+
+    Raises:
+        BaselineError: It is not installed. The returned function raises it if the package
+            refuses the problem.
+    """
+    with refusals("FlashAttention-4"):
+        from flash_attn.cute import flash_attn_varlen_func  # pyright: ignore
+
+    (q_len, k_len), device = problem.mask.seq_len, problem.mask.device
+    lengths = key_lengths.tolist()  # the function takes the longest one as a number
+    inside = torch.arange(k_len) < torch.tensor(lengths)[:, None]
+    where = tuple(index.to(device) for index in inside.nonzero(as_tuple=True))
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    options = {
+        "seqused_q": torch.full((len(lengths),), q_len, dtype=torch.int32, device=device),
+        "cu_seqlens_k": ends.to(device, torch.int32),
+        "max_seqlen_q": q_len,
+        "max_seqlen_k": max(lengths),
+        "causal": False,
+    }
+
+    def attend(query, key, value):
+        packed = [Packed.apply(t, *where) for t in (key, value)]
+        with refusals("FlashAttention-4"):
+            out, _ = flash_attn_varlen_func(query.transpose(1, 2), *packed, **options)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+class Packed(torch.autograd.Function):
+    """Packs tokens of (batch, heads, seq_len, dim) into (total, heads, dim).
+
+    The derivative of indexing would add up the gradients of equal indices. There are none here.
+    """
+
+    @staticmethod
+    def forward(ctx, x, batch, token):
+        ctx.save_for_backward(batch, token)
+        ctx.shape = x.shape
+        return x.transpose(1, 2)[batch, token]
+
+    @staticmethod
+    def backward(ctx, grad):
+        x_grad = grad.new_zeros(ctx.shape)
+        x_grad.transpose(1, 2)[ctx.saved_tensors] = grad
+        return x_grad, None, None
 
 
 def flash4_blocks(mask: BlockMask) -> dict:

@@ -1,11 +1,13 @@
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import masks
 import sparseflash
@@ -119,8 +121,19 @@ def flash4(monkeypatch):
         asked.append((query, options))
         return key, None
 
+    def flash_attn_varlen_func(query, key, value, **options):
+        asked.append((query, options))
+        if max(options["cu_seqlens_k"].diff()) != options["max_seqlen_k"]:
+            raise AssertionError("max_seqlen_k is not the longest sequence")
+        outs = []
+        for b, (begin, end) in enumerate(pairwise(options["cu_seqlens_k"].tolist())):
+            own = (query[b], key[begin:end], value[begin:end])
+            outs.append(scaled_dot_product_attention(*(t.transpose(0, 1) for t in own)))
+        return torch.stack(outs).transpose(1, 2), None
+
     root, cute, sparsity = (ModuleType(f"flash_attn{name}") for name in ("", "a", "b"))
     vars(cute).update(flash_attn_func=flash_attn_func)
+    vars(cute).update(flash_attn_varlen_func=flash_attn_varlen_func)
     vars(sparsity).update(BlockSparseTensorsTorch=dict)
     monkeypatch.setitem(sys.modules, "flash_attn", root)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
@@ -144,6 +157,40 @@ def test_flash_attention_4_is_given_the_mask_by_query_and_by_key(flash4, inputs)
         assert interop.from_block_lists(lists, mask.seq_len) == mask
     with pytest.raises(BaselineError, match="no masks with partial blocks"):
         attend_baseline(Baseline.FLASH4, PROBLEMS["local"])
+
+
+def test_flash_attention_4_takes_keys_without_padding(flash4):
+    full = replace(PROBLEMS["full"], dense="full")
+    inputs = [torch.randn(3, 2, N, 16).requires_grad_() for _ in range(3)]
+    extras = Extras(key_lengths=torch.tensor([200, 130, 1]))
+    attend = attend_baseline(Baseline.FLASH4, full, extras)
+    check(attend, inputs, SampledRows.of(full.mask, CPU), "flash4", extras=extras)
+    ((query, options),) = flash4
+    assert torch.equal(query, inputs[0].transpose(1, 2))
+    assert options["seqused_q"].tolist() == [N] * 3
+    assert options["cu_seqlens_k"].tolist() == [0, 200, 330, 331]
+    assert options["seqused_q"].dtype == options["cu_seqlens_k"].dtype == torch.int32
+    assert (options["max_seqlen_q"], options["max_seqlen_k"]) == (N, 200)
+
+
+def test_padded_baselines_of_full_masks_refuse_others(flash4):
+    extras = Extras(key_lengths=torch.tensor([N, 130]))
+    for baseline in (Baseline.FLASH4, Baseline.SDPA, Baseline.STANDARD):
+        with pytest.raises(BaselineError, match=f"{baseline} is measured with padding on full"):
+            attend_baseline(baseline, replace(PROBLEMS["causal"], dense="causal"), extras)
+    with pytest.raises(BaselineError, match="cudnn is measured without padding"):
+        attend_baseline(Baseline.CUDNN, replace(PROBLEMS["full"], dense="full"), extras)
+
+
+def test_flash_attention_4_says_what_it_refuses_with_padding(flash4, inputs):
+    def refuse(*_, **options):
+        raise AssertionError("head_dim must be a multiple of 8")
+
+    vars(sys.modules["flash_attn.cute"]).update(flash_attn_varlen_func=refuse)
+    full, extras = replace(PROBLEMS["full"], dense="full"), Extras(key_lengths=torch.tensor([9]))
+    attend = attend_baseline(Baseline.FLASH4, full, extras)
+    with pytest.raises(BaselineError, match=r"^FlashAttention-4: head_dim must be"):
+        attend(*inputs)
 
 
 @pytest.mark.parametrize("attend", [attend_sdpa, lambda _, causal: attend_standard(causal)])
