@@ -93,7 +93,7 @@ def attend_baseline(baseline: Baseline, problem: Problem, extras: Extras = NO_EX
         return attend_flex(None if every else flex_mask(problem, extras.key_lengths))
     if baseline is Baseline.CUDNN_FLEX:
         return attend_cudnn_flex(problem, extras.key_lengths)
-    if padded and baseline is Baseline.FLASH4:
+    if extras.key_lengths is not None and baseline is Baseline.FLASH4:
         return attend_flash4_padded(problem, extras.key_lengths)
     if baseline in ON_INSTALLED:
         return ON_INSTALLED[baseline](problem)
