@@ -83,6 +83,34 @@ def _by_block(grid: Grid, tokens: Tensor, padding: int) -> Tensor:
     return torch.nn.functional.pad(tokens, (0, missing), value=padding).view(-1, grid.bq)
 
 
+def from_band(grid: Grid, low: int, high: int) -> BlockMask:
+    """Query q attends the keys q + low <= k < q + high. The cost is O(non-full blocks).
+
+    Args:
+        grid: Lengths, block size and device.
+        low, high: Bounds of k - q, in tokens, low < high.
+    """
+    inner, candidates = _blocks_of_band(grid, low, high)
+
+    def attends(distance: Tensor) -> Tensor:
+        return (distance >= low) & (distance < high)
+
+    return _from_distances(grid, attends, inner, candidates.expand())
+
+
+def _blocks_of_band(grid: Grid, low: int, high: int) -> tuple[Runs, Runs]:
+    """(full blocks, other non-zero blocks) of the band q + low <= k < q + high."""
+    row = torch.arange(grid.nq, device=grid.device)
+    first = row * grid.bq
+    last = (first + grid.bq).clamp(max=grid.q_len) - 1
+    # Keys that all queries of a row attend, and keys that any query attends.
+    begin, end = -(-(last + low).clamp(min=0) // grid.bk), (first + high).clamp(max=grid.k_len)
+    inner = grid.runs(0, row, begin, torch.where(end == grid.k_len, grid.nk, end // grid.bk))
+    begin, end = (first + low).clamp(min=0) // grid.bk, (last + high).clamp(max=grid.k_len)
+    outer = grid.runs(0, row, begin, -(-end // grid.bk))
+    return inner, combine(lambda some, all_: some & ~all_, outer, inner)
+
+
 def from_offsets(
     grid: Grid, attends: Callable[[Tensor], Tensor], reach: int, step: int, shift: int
 ) -> BlockMask:
@@ -97,15 +125,32 @@ def from_offsets(
     """
     reach = min(reach, grid.q_len + grid.k_len)
     if step <= grid.bq + grid.bk:  # every block of the band contains a multiple
-        q = torch.arange(grid.q_len, device=grid.device) + shift
-        band = from_intervals(grid, q - reach, q + reach + 1).block_set
-        check_memory("dilated", BYTES_OF_PARTIAL * (band.full.size() + len(band.partial)))
+        inner, others = _blocks_of_band(grid, shift - reach, shift + reach + 1)
+        check_memory("dilated", BYTES_OF_PARTIAL * (inner.size() + others.size()))
         # Runs, of which a row has few, are joined in less time than blocks are sorted.
-        candidates = union(band.full, from_points(band.partial)).expand()
+        candidates = union(inner, others).expand()
     else:
         distance = step * torch.arange(-(reach // step), reach // step + 1, device=grid.device)
         check_memory("dilated", BYTES_OF_PARTIAL * grid.nq * len(distance))
         candidates = _blocks_at(grid, distance + shift)
+    return _from_distances(
+        grid, lambda distance: attends(distance - shift), empty(grid.device), candidates
+    )
+
+
+def _from_distances(
+    grid: Grid, attends: Callable[[Tensor], Tensor], full: Runs, candidates: Tensor
+) -> BlockMask:
+    """Query q attends key k if attends(k - q) is true.
+
+    Blocks at equal distances from the diagonal share a bit tile.
+
+    Args:
+        grid: Lengths, block size and device.
+        attends: A function of distances k - q, in tokens.
+        full: Full blocks.
+        candidates: Ascending flat indices of all other blocks that may be non-zero.
+    """
     side, farthest = min(grid.block_size), grid.nq * grid.bq
 
     def code(flat: Tensor) -> Tensor:
@@ -118,14 +163,13 @@ def from_offsets(
     )
     keys = torch.arange(grid.bk, device=grid.device)
     inner = keys - torch.arange(grid.bq, device=grid.device)[:, None]
-    starts = (used * side - farthest - shift).tolist()
+    starts = (used * side - farthest).tolist()
     bit_tiles = (
         torch.stack([pack(attends(inner + start)) for start in starts])
         if starts
         else grid.inbounds_tiles[:0]
     )
-    nothing = empty(grid.device)
-    return BlockMask(block_set.assemble(grid, (0,), nothing, candidates, bit_tiles, tile))
+    return BlockMask(block_set.assemble(grid, (0,), full, candidates, bit_tiles, tile))
 
 
 def _blocks_at(grid: Grid, distance: Tensor) -> Tensor:

@@ -1,9 +1,7 @@
-import torch
-
 from masks._core.grid import Grid
 from masks._pattern import Pattern, builtin
 from masks.block_mask import BlockMask
-from masks.builders import from_intervals
+from masks.builders import from_band
 from masks.patterns.align import check_align, diagonal
 
 
@@ -25,8 +23,7 @@ def causal(*, align: str | None = None) -> Pattern:
     check_align(align)
 
     def build(grid: Grid) -> BlockMask:
-        last = torch.arange(grid.q_len, device=grid.device) + diagonal(grid, "causal", align)
-        return from_intervals(grid, torch.zeros_like(last), last + 1)
+        return from_band(grid, -grid.q_len, diagonal(grid, "causal", align) + 1)
 
     shown = "" if align is None else f"align={align!r}"
     return Pattern(f"causal({shown})", build, of_tokens=True)

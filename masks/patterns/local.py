@@ -1,10 +1,8 @@
-import torch
-
 from masks._core.grid import Grid
 from masks._pattern import Pattern, builtin
 from masks.arguments import check_integer
 from masks.block_mask import BlockMask
-from masks.builders import from_intervals
+from masks.builders import from_band
 from masks.patterns.align import check_align, diagonal
 
 
@@ -31,9 +29,9 @@ def local(window: int | tuple[int, int], *, align: str | None = None) -> Pattern
     check_align(align)
 
     def build(grid: Grid) -> BlockMask:
-        centre = torch.arange(grid.q_len, device=grid.device) + diagonal(grid, "local", align)
+        shift = diagonal(grid, "local", align)
         below, above = (min(side, grid.q_len + grid.k_len) for side in (left, right))
-        return from_intervals(grid, centre - below, centre + above + 1)
+        return from_band(grid, shift - below, shift + above + 1)
 
     shown = (left, right) if sides is window else left
     return Pattern(f"local({shown})", build, of_tokens=True)

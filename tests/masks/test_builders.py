@@ -32,6 +32,8 @@ def takes_less(seconds: float, build) -> bool:
     ("pattern", "seq_len", "limit"),
     [
         (masks.global_tokens(list(range(0, 1 << 16, 800))), 1 << 16, 2),
+        (masks.local(64), 128 * MILLION, 3),
+        (masks.causal(), 128 * MILLION, 3),
         (masks.global_tokens(128), 16 * MILLION, 2),
         (masks.neighborhood2d(4, 1000), MILLION, 0.5),
         (masks.documents([10] * 3000, pattern=masks.causal()), 30_000, 3),
