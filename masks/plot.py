@@ -56,27 +56,32 @@ def cell_density(mask: BlockMask, most: int, head: int = 0) -> Tensor:
     """
     g, blocks = mask.grid, mask.head(head).block_set
     step_q, step_k = _blocks_per_cell(mask, most)
-    queries, keys = (
-        (length - torch.arange(0, length, side, device=g.device)).clamp(max=side)
-        for length, side in ((g.q_len, g.bq), (g.k_len, g.bk))
-    )
-    # The number of queries in full blocks, for each row of cells and each block column: a
-    # cumulative sum, to which a run adds at its beginning and from which it subtracts at its end.
-    change = torch.zeros(-(-g.nq // step_q), g.nk + 1, dtype=torch.int64, device=g.device)
+    first_query = _first_tokens(g.q_len, step_q * g.bq, g.device)
+    first_key = _first_tokens(g.k_len, step_k * g.bk, g.device)
+    queries, keys = first_query.diff(), first_key.diff()
+    # `opened` has the queries that attend from a cell on: a cumulative sum, to which a run of full
+    # blocks adds in the cell where it begins and from which it subtracts in the cell where it
+    # ends. `before` has the pairs of such a cell before this begin or end. No array has an entry
+    # for each block column.
+    shape = (2, len(queries), len(first_key))
+    opened, before = torch.zeros(shape, dtype=torch.int64, device=g.device)
     _, row, begin, end = g.locate_runs(blocks.full)
-    for column, sign in ((begin, 1), (end, -1)):
-        change.index_put_((row // step_q, column), sign * queries[row], accumulate=True)
-    pairs = change.cumsum(1)[:, : g.nk] * keys
+    in_row = (g.q_len - row * g.bq).clamp(max=g.bq)
+    for column, change in ((begin, in_row), (end, -in_row)):
+        cell = (row // step_q, column // step_k)
+        skipped = (column * g.bk).clamp(max=g.k_len) - first_key[cell[1]]
+        opened.index_put_(cell, change, accumulate=True)
+        before.index_put_(cell, change * skipped, accumulate=True)
+    pairs = opened.cumsum(1)[:, :-1] * keys - before[:, :-1]
     _, row, column = g.locate(blocks.partial)
     in_tile = unpack(blocks.bit_tiles, g.bk).sum((1, 2))[blocks.partial_bit_tile]
-    pairs.index_put_((row // step_q, column), in_tile, accumulate=True)
-    return _sums(pairs, step_k) / (_sums(queries, step_q)[:, None] * _sums(keys, step_k))
+    pairs.index_put_((row // step_q, column // step_k), in_tile, accumulate=True)
+    return pairs / (queries[:, None] * keys)
 
 
-def _sums(numbers: Tensor, step: int) -> Tensor:
-    """Sums over every `step` numbers of the last dimension; the last sum may have fewer."""
-    missing = -numbers.shape[-1] % step
-    return torch.nn.functional.pad(numbers, (0, missing)).unflatten(-1, (-1, step)).sum(-1)
+def _first_tokens(length: int, step: int, device: torch.device) -> Tensor:
+    """The first token of each cell of `step` tokens, and `length` at the end."""
+    return torch.arange(0, length + step, step, device=device).clamp(max=length)
 
 
 def _blocks_per_cell(mask: BlockMask, most: int) -> tuple[int, int]:

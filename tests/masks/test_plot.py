@@ -4,6 +4,8 @@ import re
 import pytest
 import torch
 from matplotlib.image import imread
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 import masks
@@ -49,6 +51,25 @@ def test_clipped_blocks_are_as_dark_as_full_ones(lengths):
 def test_every_cell_that_attends_is_shown():
     mask = masks.global_tokens([70_000])(1 << 17, block_size=16)
     assert all("░" in line for line in plot.text(mask).splitlines())
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most entries of a tensor that an operation returns."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.entries = max([self.entries, *sizes])
+        return out
+
+
+def test_no_cell_of_a_picture_needs_memory_for_all_block_columns():
+    mask = masks.full()(1 << 22)
+    with LargestTensor() as largest:
+        assert (plot.cell_density(mask, 512) == 1).all()
+    assert largest.entries <= 2 * 512 * 513
 
 
 def test_the_text_fits_into_a_terminal_of_80_columns():
