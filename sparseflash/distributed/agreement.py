@@ -114,7 +114,7 @@ class Comparison:
 
 
 def number_of(facts: Mapping[str, Any]) -> int:
-    """A number that is equal on ranks with equal facts, and else almost surely is not."""
+    """A number of 60 bits, a digest: equal for equal facts, and for others with chance 2^-60."""
     digest = blake2b(repr(tuple(facts.items())).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") & MASK
 
