@@ -1,6 +1,7 @@
 """Checks of the arguments of patterns and masks."""
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
@@ -102,6 +103,22 @@ def checked_device(device: Any) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError(f"device {str(device)!r} needs CUDA, and torch finds no CUDA device")
     return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
+
+
+def check_memory(name: str, nbytes: int, less: str = "larger blocks take less") -> None:
+    """Raises ValueError if a mask would need more memory than the machine has.
+
+    Args:
+        name: Name of the pattern or of the conversion, for the message.
+        nbytes: Memory that it would need, in bytes.
+        less: What takes less memory, the end of the message.
+    """
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if nbytes > limit:
+        raise ValueError(
+            f"{name} would take {nbytes / 2**30:.3g} GiB at this length, more than the "
+            f"{limit / 2**30:.3g} GiB of this machine; {less}"
+        )
 
 
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:

@@ -185,11 +185,19 @@ class BlockMask(OnGrid, Caching, Handled):
         return self.block_set.count_per_row()
 
     def to_blocks(self) -> Tensor:
-        """The non-zero blocks: bool (nq, nk), or (num_heads, nq, nk) for several heads."""
+        """The non-zero blocks: bool (nq, nk), or (num_heads, nq, nk) for several heads.
+
+        Raises:
+            ValueError: They would take more memory than the machine has.
+        """
         return self._by_head(convert.to_blocks(self.block_set))
 
     def to_dense(self) -> Tensor:
-        """The dense mask: bool with shape `shape`, which takes q_len * k_len bytes per head."""
+        """The dense mask: bool with shape `shape`, which takes q_len * k_len bytes per head.
+
+        Raises:
+            ValueError: It would take more memory than the machine has.
+        """
         return self._by_head(convert.to_dense(self.block_set))
 
     def to_scipy(self) -> "scipy.sparse.bsr_array":
@@ -199,7 +207,8 @@ class BlockMask(OnGrid, Caching, Handled):
             A bool bsr_array (nq * bq, nk * bk) of whole blocks with ascending indices.
 
         Raises:
-            ValueError: The mask has several heads.
+            ValueError: The mask has several heads, or the matrix would take more memory than the
+                machine has.
         """
         return convert.to_scipy(self.block_set)
 
@@ -694,8 +703,13 @@ class DynamicMask(OnGrid, Caching):
         return self.blocks & (support._tile_codes() != support.num_bit_tiles + EMPTY)
 
     def to_dense(self) -> Tensor:
-        """The dense mask: bool (batch or 1, heads or 1, q_len, k_len)."""
+        """The dense mask: bool (batch or 1, heads or 1, q_len, k_len).
+
+        Raises:
+            ValueError: It would take more memory than the machine has.
+        """
         g = self.grid
+        convert.check_dense(g, self.num_batches * self.num_heads)
         pairs = self.blocks.repeat_interleave(g.bq, 2).repeat_interleave(g.bk, 3)
         return pairs[..., : g.q_len, : g.k_len] & self.support.to_dense()
 

@@ -1,6 +1,5 @@
 """Builds block masks of patterns, at a cost in proportion to their non-zero blocks."""
 
-import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,6 +19,7 @@ from masks._core.intervals import (
     in_chunks,
     union,
 )
+from masks.arguments import check_memory
 from masks.block_mask import BlockMask
 
 BLOCKS_AT_ONCE = 1 << 22  # blocks of whole rows that are processed at a time
@@ -292,16 +292,6 @@ def _runs_at(grid: Grid, row: Tensor, column: Tensor) -> Runs:
         )
     flat = torch.unique(grid.flat_index(0, row[:, None], column))
     return from_points(flat[flat % grid.row_stride < grid.nk])
-
-
-def check_memory(name: str, nbytes: int) -> None:
-    """Raises ValueError if a mask would need more memory than the machine has."""
-    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if nbytes > limit:
-        raise ValueError(
-            f"{name} would take {nbytes / 2**30:.3g} GiB at this length, more than the "
-            f"{limit / 2**30:.3g} GiB of this machine; larger blocks take less"
-        )
 
 
 def on_square_blocks(grid: Grid, build: Callable[[Grid], BlockMask]) -> BlockMask:

@@ -23,7 +23,7 @@ from masks._core.block_set import BlockSet, assemble, from_full_runs
 from masks._core.grid import Grid
 from masks._core.intervals import empty, from_bool_matrix, from_points
 from masks._core.ranges import Range, Spans
-from masks.arguments import check_dtype
+from masks.arguments import check_dtype, check_memory
 
 if TYPE_CHECKING:
     import scipy.sparse
@@ -72,11 +72,18 @@ def distinct_heads(heads: Tensor) -> tuple[tuple[int, ...], list[int]]:
 def to_dense(blocks: BlockSet) -> Tensor:
     """The pairs of each mask: bool (num_masks, q_len, k_len)."""
     g = blocks.grid
+    check_dense(g, len(blocks.head_to_mask))
     nonzero = to_blocks(blocks).repeat_interleave(g.bq, 1).repeat_interleave(g.bk, 2)
     view = nonzero.view(-1, g.bq, g.nk, g.bk)
     row, column = g.stacked_row(blocks.partial), blocks.partial % g.row_stride
     view[row, :, column] = unpack(blocks.bit_tiles, g.bk)[blocks.partial_bit_tile]
     return nonzero[:, : g.q_len, : g.k_len]
+
+
+def check_dense(grid: Grid, count: int) -> None:
+    """Raises ValueError if `count` dense masks would need more memory than the machine has."""
+    less = "slice_queries makes a mask of fewer queries, and to_scipy stores non-zero blocks alone"
+    check_memory("to_dense", count * grid.q_len * grid.k_len, less)
 
 
 def from_blocks(grid: Grid, blocks: Tensor) -> BlockSet:
@@ -88,6 +95,7 @@ def from_blocks(grid: Grid, blocks: Tensor) -> BlockSet:
 def to_blocks(blocks: BlockSet) -> Tensor:
     """The non-zero blocks of each mask: bool (num_masks, nq, nk)."""
     g = blocks.grid
+    check_memory("to_blocks", len(blocks.head_to_mask) * g.mask_stride)
     nonzero = blocks.full.to_bool(blocks.num_masks * g.mask_stride)
     nonzero[blocks.partial] = True
     return nonzero.view(blocks.num_masks, g.nq, -1)[..., :-1]
@@ -421,6 +429,8 @@ def to_scipy(blocks: BlockSet) -> "scipy.sparse.bsr_array":
             f"to_scipy takes a mask of one head, got {len(blocks.head_to_mask)}; use mask.head(h)"
         )
     g = blocks.grid
+    nnz_blocks = blocks.full.size() + len(blocks.partial)
+    check_memory("to_scipy", nnz_blocks * g.bq * g.bk, "fewer non-zero blocks take less")
     flat = torch.cat([blocks.full.expand(), blocks.partial]).sort().values
     pairs = unpack(blocks.tiles_by_code(), g.bk)[blocks.tile_codes(flat)]
     row = g.stacked_row(flat)

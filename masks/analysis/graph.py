@@ -20,8 +20,8 @@ import torch
 
 from masks._core.bit_tiles import deduplicate, pack, unpack
 from masks._core.block_set import BlockSet
+from masks.arguments import check_memory
 from masks.block_mask import BlockMask
-from masks.builders import check_memory
 from masks.patterns import causal
 
 WORDS_AT_ONCE = 1 << 22  # words of 64 bits that are gathered at a time

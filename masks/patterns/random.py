@@ -7,9 +7,9 @@ from torch import Tensor
 from masks._core.grid import Grid
 from masks._core.intervals import Runs, combine, concatenate, from_bool_matrix, from_points
 from masks._pattern import Pattern, builtin
-from masks.arguments import check_integer
+from masks.arguments import check_integer, check_memory
 from masks.block_mask import BlockMask, from_full_runs
-from masks.builders import BLOCKS_AT_ONCE, DENSE_SHARE, check_memory, from_runs, on_square_blocks
+from masks.builders import BLOCKS_AT_ONCE, DENSE_SHARE, from_runs, on_square_blocks
 
 
 @builtin()

@@ -1,6 +1,7 @@
 """Block masks against equal dense tensors."""
 
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -27,6 +28,27 @@ def test_tables_are_compiled_once_and_coverage_computed_once(monkeypatch):
     assert mask.table(block_size=(128, 128)) is mask.table(block_size=(128, 128))
     assert mask.table("cpu", [128, 128]) is mask.table(block_size=128)
     assert mask.coverage([128, 128]) == mask.coverage(128) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("convert", "made_of"),
+    [
+        *((name, lambda mask: mask) for name in ("to_dense", "to_blocks", "to_scipy")),
+        *(
+            (name, lambda mask: masks.MaskBatch.from_masks([mask]))
+            for name in ("to_dense", "to_blocks")
+        ),
+        ("to_dense", lambda mask: mask.select(mask.to_blocks())),
+    ],
+)
+def test_matrices_larger_than_the_machine_are_refused(convert, made_of, monkeypatch):
+    small, large = (made_of(masks.causal()(tokens, 16)) for tokens in (256, 16 * 1024))
+    monkeypatch.setattr(os, "sysconf", lambda _: 2**9)  # 256 KiB
+    getattr(small, convert)()
+    with pytest.raises(
+        ValueError, match=rf"{convert} would take .* GiB at this length, more than"
+    ):
+        getattr(large, convert)()
 
 
 def test_masks_and_tables_move():

@@ -1,5 +1,6 @@
 """What builders cost, and what they refuse."""
 
+import os
 import time
 
 import numpy as np
@@ -7,7 +8,6 @@ import pytest
 import torch
 
 import masks
-from masks import builders
 
 MILLION = 1 << 20
 
@@ -96,7 +96,7 @@ def test_costs_at_a_million_tokens(pattern, limit, request):
     ids=lambda pattern: pattern.name[:20],
 )
 def test_masks_larger_than_the_machine_are_refused(pattern, monkeypatch):
-    monkeypatch.setattr(builders.os, "sysconf", lambda _: 2**14)
+    monkeypatch.setattr(os, "sysconf", lambda _: 2**14)
     assert pattern(4096, 16).density > 0.2
     with pytest.raises(ValueError, match=r"would take .* GiB at this length"):
         pattern(1 << 17, 16)
