@@ -164,7 +164,7 @@ def lint(
     from masks._parse import optional_pattern
     from masks.lint import lint as find
 
-    with usage_errors(), progress_bar("checking patterns"):
+    with usage_errors():
         stack = [build(pattern, seq_len, block_size) for pattern in patterns]
         findings = find(
             stack[0] if len(stack) == 1 else stack,

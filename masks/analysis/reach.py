@@ -8,7 +8,7 @@ import numpy as np
 from masks.analysis.graph import TokenGraph, as_list, is_causal, token_graph
 from masks.arguments import check_integer, check_integers
 from masks.block_mask import BlockMask
-from masks.progress import Progress
+from masks.progress import Progress, late_bar
 
 DEFAULT_LAYERS = 32  # of a model with a single mask
 MAX_LAYERS = 1 << 16
@@ -84,7 +84,8 @@ def receptive_field(
             mask.
         samples: Number of keys to draw. By default all keys up to 32,768 classes, else 512.
         seed: Seed of the random numbers.
-        progress: Called with (steps done, most steps) after each step.
+        progress: Called with (steps done, most steps) after each step. By default a bar is shown
+            on the standard error after two seconds.
 
     Returns:
         The receptive field.
@@ -102,7 +103,9 @@ def receptive_field(
     causal = is_causal(stack)
     keys, weight = _keys_to_follow(graph, samples, seed, causal)
     exact = weight is not None
-    count = _connected(graph, graph.class_of_token[keys], progress)
+    with late_bar("following tokens") as bar:
+        shown = bar if progress is None else progress
+        count = _connected(graph, graph.class_of_token[keys], shown)
     visible = graph.tokens - keys if causal else np.full(len(keys), graph.tokens)
     complete = np.flatnonzero((count >= visible).all(1))
     if weight is None:
@@ -318,7 +321,7 @@ def _states(graph: TokenGraph, followed: np.ndarray) -> Iterator[np.ndarray]:
         yield bits
 
 
-def _connected(graph: TokenGraph, followed: np.ndarray, progress: Progress | None) -> np.ndarray:
+def _connected(graph: TokenGraph, followed: np.ndarray, progress: Progress) -> np.ndarray:
     """The tokens connected to each followed class, itself included: (layers, followed)."""
     at_once = 64 * max(1, STATE_WORDS // graph.classes)
     parts = [followed[i : i + at_once] for i in range(0, len(followed), at_once)]
@@ -328,11 +331,9 @@ def _connected(graph: TokenGraph, followed: np.ndarray, progress: Progress | Non
         rows = [np.ones(len(part))]
         for layer, bits in enumerate(_states(graph, part), 1):
             rows.append(_count_queries(graph, bits, part))
-            if progress is not None:
-                progress(done * steps + layer, len(parts) * steps)
+            progress(done * steps + layer, len(parts) * steps)
         counts.append(rows[1:] or rows)
-        if progress is not None:
-            progress((done + 1) * steps, len(parts) * steps)
+        progress((done + 1) * steps, len(parts) * steps)
     longest = max(map(len, counts))
     return np.concatenate(
         [np.stack(rows + rows[-1:] * (longest - len(rows))) for rows in counts], axis=1

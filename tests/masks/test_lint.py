@@ -18,6 +18,15 @@ def test_a_butterfly_is_clean():
     assert lint(clean(), within=masks.full(), layers=4) == []
 
 
+def test_layers_that_are_followed_for_long_show_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr("masks.progress.SECONDS_UNTIL_BAR", 0.0)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as if the standard error were a terminal
+    lint(clean(), layers=4)
+    shown = capsys.readouterr()
+    assert "following tokens" in shown.err
+    assert not shown.out
+
+
 def test_queries_and_keys_without_a_partner_are_counted():
     dense = torch.ones(64, 64, dtype=torch.bool)
     dense[5:8] = dense[:, 60] = False
