@@ -148,35 +148,43 @@ def numbers_agree(
     if all(group.size() == 1 for group in groups):
         return True
     if device.type != "cuda":
-        return bool(_spread(groups, device, number, lengths) == 0)
-    # On a stream of its own, so that no kernel of attention waits for other ranks here.
-    beside = _stream(device)
-    beside.wait_stream(torch.cuda.current_stream(device))
+        both = _both(device, number, lengths)
+        _maximum(groups, both)
+        return bool(both.sum() == 0)
+    # On a stream of its own, so that no kernel of attention waits for the assertion.
+    beside, current = _stream(device), torch.cuda.current_stream(device)
+    beside.wait_stream(current)
     with torch.cuda.stream(beside):
-        spread = _spread(groups, device, number, lengths)
-        torch.ops.aten._assert_async.msg(spread == 0, DISAGREEMENT)
-    if lengths is not None:
-        lengths.record_stream(beside)
+        both = _both(device, number, lengths)
+        _maximum(groups, both)
+        # The exchange of keys runs after this one. If attention to own keys did not wait for this
+        # one, too, it would occupy all multiprocessors before the exchange of keys does.
+        current.wait_stream(beside)
+        torch.ops.aten._assert_async.msg(both.sum() == 0, DISAGREEMENT)
     return True
 
 
-def _spread(
-    groups: Sequence[ProcessGroup], device: torch.device, number: int, lengths: Tensor | None
-) -> Tensor:
-    """The maximum over ranks of the number of the call less the minimum, as an int64 scalar."""
-    both = torch.empty(2, dtype=torch.int64, device=device)
-    both[:1].fill_(number)  # the values are arguments of kernels, for which the host does not wait
-    both[1:].fill_(-number)
-    if lengths is not None:
-        hashed = _hash(lengths.to(device, torch.int64))
-        both[:1] += hashed
-        both[1:] -= hashed
+def _both(device: torch.device, number: int, lengths: Tensor | None) -> Tensor:
+    """The number of the call with its key lengths, and its negative, int64 (2,)."""
+    if lengths is None:  # a scalar is an argument of the kernel, for which the host does not wait
+        return _signs(device) * number
+    return _signs(device) * (_hash(lengths.to(device, torch.int64)) + number)
+
+
+def _maximum(groups: Sequence[ProcessGroup], both: Tensor) -> None:
+    """Replaces numbers by their maxima over the ranks of a mesh. The current stream waits."""
     with explain_errors("the numbers of the call"):
         for group in groups:
             # Asynchronous for the same reason as the barrier of SharedMemory.
             work = dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group, async_op=True)
             cast(dist.Work, work).wait()
-    return both.sum()
+
+
+@cache
+def _signs(device: torch.device) -> Tensor:
+    """1 and -1; the maxima of both products are the maximum, and the minimum with the sign -1."""
+    with torch.inference_mode(False):
+        return torch.tensor([1, -1], device=device)
 
 
 def _hash(lengths: Tensor) -> Tensor:
