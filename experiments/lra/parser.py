@@ -37,4 +37,5 @@ def similar_options(name: str, known: list[str]) -> list[str]:
     """Options that are spelt like `name`, or whose last part is: --data.workers for --worker."""
     ends = {option.rpartition(".")[2]: option for option in reversed(known)}
     of_end = get_close_matches(name.lstrip("-").rpartition(".")[2], ends, 2, 0.8)
-    return list(dict.fromkeys([*get_close_matches(name, known, 2, 0.85), *map(ends.get, of_end)]))
+    whole = get_close_matches(name, known, 2, 0.85)
+    return list(dict.fromkeys([*whole, *(ends[end] for end in of_end)]))
