@@ -95,7 +95,10 @@ def train(
         Settings.step_tokens
     ),
     learning_rate: Annotated[float | None, typer.Option(help="Default: of the preset.")] = None,
-    warmup_steps: Annotated[int, typer.Option(min=0)] = Settings.warmup_steps,
+    warmup_steps: Annotated[
+        int,
+        typer.Option(min=0, help="Steps until the learning rate is reached, at most --steps."),
+    ] = Settings.warmup_steps,
     short_context: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a sequence in the first steps.")
     ] = Settings.short_context,

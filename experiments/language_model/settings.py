@@ -54,8 +54,8 @@ class Settings:
         short_steps: Number of these steps, fewer than `steps`.
 
     Raises:
-        ValueError: Sizes do not divide, the learning rate is not positive and finite, or no step
-            with the full context remains.
+        ValueError: Sizes do not divide, the learning rate is not positive and finite, the warm-up
+            is longer than the run, or no step with the full context remains.
     """
 
     model: ModelConfig
@@ -79,6 +79,11 @@ class Settings:
         if not 0 < self.learning_rate < inf:
             raise ValueError(
                 f"learning_rate must be positive and finite, got {self.learning_rate}"
+            )
+        if not 0 <= self.warmup_steps <= self.steps:
+            raise ValueError(
+                f"warmup_steps must be 0 to the {self.steps} steps of the run, got "
+                f"{self.warmup_steps}"
             )
         if (self.short_context is None) != (self.short_steps == 0):
             raise ValueError(

@@ -158,7 +158,10 @@ def tune(
     ),
     every: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = Settings.every,
     learning_rate: float = Settings.learning_rate,
-    warmup_steps: Annotated[int, typer.Option(min=0)] = Settings.warmup_steps,
+    warmup_steps: Annotated[
+        int,
+        typer.Option(min=0, help="Steps until the learning rate is reached, at most --steps."),
+    ] = Settings.warmup_steps,
     seed: Annotated[int, typer.Option(min=0)] = Settings.seed,
     output: Annotated[Path, typer.Option(file_okay=False)] = Path("runs"),
     seconds: Annotated[

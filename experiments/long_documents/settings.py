@@ -32,3 +32,8 @@ class Settings:
         for name in ("tokens", "steps", "batch_size", "every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.warmup_steps <= self.steps:
+            raise ValueError(
+                f"warmup_steps must be 0 to the {self.steps} steps of the run, got "
+                f"{self.warmup_steps}"
+            )

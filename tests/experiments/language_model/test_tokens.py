@@ -78,7 +78,16 @@ def test_commands(folders, tmp_path):
     invoke, run, data = CliRunner().invoke, str(tmp_path / "run"), str(tmp_path / "tokens")
     given = ["tokenize", "--data", str(folders / "bytes"), "--output", data]
     assert "tokens of" in invoke(app, [*given, "--vocabulary", "280"]).output
-    small = ["--step-tokens", "1024", "--precision", "32-true", "--steps", "1"]
+    small = [
+        "--step-tokens",
+        "1024",
+        "--precision",
+        "32-true",
+        "--steps",
+        "1",
+        "--warmup-steps",
+        "1",
+    ]
     trained = invoke(app, ["train", "tiny-1k", "--output", run, "--data", data, *small])
     assert "step 1 of 1" in trained.output
     result = json.loads((tmp_path / "run" / "result.json").read_text())

@@ -195,9 +195,10 @@ def test_short_sequences_are_validated_as_those_of_a_short_context():
         ({"short_context": 64, "short_steps": 3}, "be shorter, got 64"),
         ({"short_context": 8, "short_steps": 3}, "multiple of the block_size of 16 tokens, got 8"),
         ({"short_context": 32, "short_steps": 12}, "short_steps must be 1 to 11, .* got 12"),
+        ({"warmup_steps": 13}, "warmup_steps must be 0 to the 12 steps of the run, got 13"),
     ],
 )
-def test_short_steps_that_do_not_fit_are_refused(given, message):
+def test_steps_that_do_not_fit_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         settings_of(**given)
 
@@ -241,6 +242,7 @@ def test_commands(tmp_path):
     assert "SHA-256" in invoke(app, ["data", str(tmp_path / "source"), "--output", built]).output
     given = ["train", "tiny-1k", "--output", folder, "--data", built, "--steps", "2"]
     small = ["--step-tokens", "1024", "--precision", "32-true", "--attention", "local(64)"]
+    small += ["--warmup-steps", "1"]
     assert "step 2 of 2" in invoke(app, [*given, *small]).output
     sampled = invoke(app, ["sample", folder, "--prompt", "It was", "--length", "4"])
     assert sampled.stdout_bytes.startswith(b"It was")
@@ -251,9 +253,13 @@ def test_commands(tmp_path):
     for wrong, message in (
         (["train", "small", "--output", folder], "unknown preset"),
         ([*given, "--step-tokens", "1000"], "multiple of the context"),
-        ([*given, "--attention", "nothing"], "nothing"),
+        ([*given, *small, "--attention", "nothing"], "nothing"),
         ([*given, "--learning-rate", "0"], "learning_rate must be positive and finite, got 0.0"),
-        ([*given, "--short-context", "512"], "short_context and short_steps must be given"),
+        (given, "warmup_steps must be 0 to the 2 steps of the run, got 200"),
+        (
+            [*given, *small, "--short-context", "512"],
+            "short_context and short_steps must be given",
+        ),
         (
             [*given, "--data", folder],
             "no books that `python -m experiments.language_model data` wrote",

@@ -114,6 +114,8 @@ def test_other_folders_are_refused(tmp_path, encoder):
         Batches(settings(tmp_path), DATA)
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         settings(encoder, steps=0)
+    with pytest.raises(ValueError, match=r"warmup_steps must be 0 to the 7 steps .* got 200"):
+        settings(encoder, steps=7, warmup_steps=200)
 
 
 def test_batches_are_cut_and_padded(encoder):
@@ -208,7 +210,7 @@ def test_commands(encoder, tmp_path):
     data = write_ecthr(tmp_path / "data", cases)
     runs, results = tmp_path / "runs", tmp_path / "results"
     given = ["tune", "ecthr", str(data), str(encoder), "--output", str(runs), "--tokens", "32"]
-    small = ["--steps", "2", "--batch-size", "2", "--every", "1"]
+    small = ["--steps", "2", "--warmup-steps", "1", "--batch-size", "2", "--every", "1"]
     said = CliRunner().invoke(app, [*given, *small])
     assert "32 tokens, seed 0: micro F1" in said.output
     said = CliRunner().invoke(
