@@ -8,7 +8,8 @@ its validation accuracy is high enough, when it no longer rises, or after its nu
 next stage starts from its best weights. After `--seconds`, Ctrl-C or a kill, the same command
 resumes. `--export` and `--import` move a run to another machine in files of less than 15 MB. A
 resumed run may have other numbers of steps for its stages; the learning rate falls over the last
-fifth of them.
+fifth of them. Other options need another `--output`, but for those of the machine, such as
+--data.workers.
 """
 
 import json
@@ -22,6 +23,7 @@ import typer
 from experiments.cli import ExportTo, ImportFrom, Seconds, needs_extra, usage_errors
 from experiments.files import RESULT, read_json, write_json
 from experiments.lra.exported import EVALUATION_SECONDS, compact
+from experiments.lra.options import OPTIONS, check_options
 from experiments.pieces import export, restore
 
 PROGRESS, WHOLE_RESULT = "progress.json", "curriculum.json"  # of all stages
@@ -103,6 +105,7 @@ def main(
         if resume is not None and not (output / PROGRESS).exists():
             restore(resume, output)
         run = Run.of(output, [Stage.parse(text) for text in stage], seed)
+        check_options(output, [f"--patience={patience}", *arguments], run.has_progress)
     try:
         while not run.ended:
             run.train_stage(arguments, patience, end, export_to)
@@ -171,7 +174,7 @@ class Run:
     @property
     def has_progress(self) -> bool:
         """Whether there is anything to resume."""
-        return self.number > 0 or self.checkpoint(0, "last").exists()
+        return self.stuck or self.number > 0 or self.checkpoint(0, "last").exists()
 
     @property
     def ended(self) -> bool:
@@ -268,7 +271,7 @@ class Run:
         These are the last checkpoint of the current stage, the best one of it or of the previous
         stage, and the curves.
         """
-        paths = [self.output / PROGRESS, *self.output.glob("*/curve.json")]
+        paths = [self.output / PROGRESS, self.output / OPTIONS, *self.output.glob("*/curve.json")]
         files = {str(path.relative_to(self.output)): path.read_bytes() for path in paths}
         best = [
             path

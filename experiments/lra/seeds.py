@@ -24,23 +24,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from experiments.cli import ROOT, ExportTo, ImportFrom, Seconds, needs_extra, usage_errors
+from experiments.cli import ExportTo, ImportFrom, Seconds, needs_extra, usage_errors
 from experiments.files import RESULT, read_json, write_json
 from experiments.lra.exported import EVALUATION_SECONDS, contents
+from experiments.lra.options import OPTIONS, check_options
 from experiments.pieces import export, restore
 
 # Seeds of restarts are far from those of the command.
 RESTART = 1000
-OPTIONS = "options.json"  # of all runs of a folder
-# Options of `fit` that a command which resumes on another machine may change.
-OF_MACHINE = (
-    "data.data_root",
-    "data.workers",
-    "trainer.accelerator",
-    "trainer.devices",
-    "trainer.enable_progress_bar",
-    "trainer.strategy",
-)
 
 
 def main(
@@ -104,22 +95,10 @@ class Runs:
     end: float | None = None
 
     def check_options(self) -> None:
-        """Checks that the runs of the folder, if any, have these options, and stores them.
-
-        Raises:
-            ValueError: The folder has runs with other options, whose results would be taken for
-                those of these.
-        """
-        path, own = self.output / OPTIONS, that_determine(self.arguments)
+        """Checks that the runs of the folder, if any, have these options; see `check_options`."""
         kinds = (RESULT, "checkpoints/*.ckpt")
-        there = any(found for kind in kinds for found in self.output.glob(f"seed*/{kind}"))
-        before = read_json(path, own) if there else own
-        if before != own:
-            raise ValueError(
-                f"{self.output} has runs with the options {shlex.join(before)}, not "
-                f"{shlex.join(own)}: give these, or another --output"
-            )
-        write_json(path, own)
+        started = any(found for kind in kinds for found in self.output.glob(f"seed*/{kind}"))
+        check_options(self.output, self.arguments, started)
 
     def until_unstuck(self, seed: int, restarts: int) -> list[dict]:
         """The results of a seed and of its restarts; all but the last are stuck."""
@@ -177,23 +156,6 @@ class Runs:
             result = self._result(folder)
             found |= contents(folder, self.output, not result["ended"] and not result["stuck"])
         return found
-
-
-def that_determine(arguments: list[str]) -> list[str]:
-    """The options of `fit` that determine a result, each as --NAME=VALUE, in their order.
-
-    Files of this package are relative to it, so that another checkout has the same options.
-    """
-    found = []
-    given = iter(arguments)
-    for argument in given:
-        name, equals, value = argument.removeprefix("--").partition("=")
-        if argument.startswith("--") and not equals:
-            value = next(given, "")
-        if name not in OF_MACHINE:
-            inside = Path(value).is_absolute() and Path(value).is_relative_to(ROOT)
-            found.append(f"--{name}={Path(value).relative_to(ROOT) if inside else value}")
-    return found
 
 
 FIT = (sys.executable, "-m", "experiments.lra", "fit")

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from experiments.lra import curriculum
 from experiments.lra.curriculum import Run, Stage
+from experiments.lra.options import check_options
 
 PRESET = ["--preset", "curriculum/pathfinder32"]
 TINY = {
@@ -78,10 +79,30 @@ def test_errors_are_told_without_a_traceback(tmp_path, monkeypatch):
     done = run("--output", "run", "--import", "none", "--", *FIT)
     assert done.exit_code == 2
     assert "has no piece-" in done.output
-    # A command that trained nothing leaves nothing, which would bind the next one to its stages.
+    # A command that trained nothing does not bind the next one to its stages or options.
     done = run("--output", "run", *stages(*STAGES), "--", "--preset", "none")
     assert done.exit_code == 1
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "progress.json").exists()
+    done = run("--output", "run", "--", "--preset", "unknown")
+    assert done.exit_code == 1
+
+
+def test_a_run_with_other_options_is_not_resumed(tmp_path):
+    both = [Stage.parse(text) for text in STAGES]
+    Run(tmp_path, both, seed=0, number=2).save(None)
+    command = ["--output", tmp_path, *stages(*STAGES)]
+    done = run(*command, "--", *FIT)
+    assert done.exit_code == 2
+    assert "has runs but no options.json" in " ".join(done.output.replace("│", " ").split())
+    check_options(tmp_path, ["--patience=8", *FIT], started=False)
+    assert run(*command, "--", *FIT, "--data.workers=3").exit_code == 0
+    for given, message in (
+        ([*command, "--", *FIT, "--model.passes", "compiled"], "--model.passes was eager and is"),
+        ([*command, "--patience", 3, "--", *FIT], "--patience was 8 and is 3 now"),
+    ):
+        done = run(*given)
+        assert done.exit_code == 2
+        assert message in " ".join(done.output.replace("│", " ").split())
 
 
 def test_a_command_says_how_far_the_run_is(tmp_path):
@@ -92,6 +113,7 @@ def test_a_command_says_how_far_the_run_is(tmp_path):
     stuck = Run(tmp_path, both, seed=0, number=1, stuck=True).in_words()
     assert stuck == f"stage 2 of 2 was stuck at chance, which ends the run: {place}"
     Run(tmp_path, both, seed=0, number=2).save(None)
+    check_options(tmp_path, ["--patience=8", *FIT], started=False)
     done = run("--output", tmp_path, *stages(*STAGES), "--", *FIT)
     assert done.exit_code == 0, done.output
     assert done.output.replace("\n", "") == f"all 2 stages have ended: {place}"

@@ -6,7 +6,7 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
-from experiments.lra import exported, seeds
+from experiments.lra import exported, options, seeds
 
 WEIGHTS = {"state_dict": {"w": torch.ones(2)}, "callbacks": {}, "optimizer_states": [1]}
 
@@ -113,8 +113,25 @@ def test_runs_with_other_options_need_another_folder(runs, tmp_path):
         done = command(*arguments, "--output", folder, "--import", pieces, "--", *other)
         assert done.exit_code == 2
         message = " ".join(done.output.replace("│", " ").split())
-        assert "has runs with the options --preset=x" in message
-        assert "give these, or another --output" in message
+        assert "other options: --model.encoder.dim was not given and is 32 now; give" in message
+    assert len(runs) == 1
+
+
+def test_runs_of_unknown_options_are_not_resumed(runs, tmp_path):
+    arguments = ["--seeds", 1, "--first", 1, "--output", tmp_path, "--", "--preset=x"]
+    assert command(*arguments).exit_code == 0
+    path = tmp_path / options.OPTIONS
+    recorded = path.read_text()
+    for text, message in (
+        (None, "has runs but no options.json, so that their options are not known"),
+        ('{"preset": "x"}', "options.json must be a list of options, got {'preset': 'x'}"),
+    ):
+        path.unlink() if text is None else path.write_text(text)
+        done = command(*arguments)
+        assert done.exit_code == 2
+        assert message in " ".join(done.output.replace("│", " ").split())
+    path.write_text(recorded)
+    assert command(*arguments).exit_code == 0
     assert len(runs) == 1
 
 
@@ -127,15 +144,6 @@ def test_options_with_which_nothing_was_trained_may_change(runs, tmp_path, monke
         assert command("--output", tmp_path, "--", "--preset", "wrong").exit_code == 2
     seeds.main(["--preset", "x"], seeds=1, first=1, output=tmp_path)
     assert len(runs) == 1
-
-
-def test_files_of_the_package_are_the_same_in_every_checkout():
-    inside = seeds.ROOT / "experiments" / "lra" / "presets" / "common.yaml"
-    found = seeds.that_determine([f"--config={inside}", "--config", "/elsewhere/own.yaml"])
-    assert found == [
-        "--config=experiments/lra/presets/common.yaml",
-        "--config=/elsewhere/own.yaml",
-    ]
 
 
 def test_pieces_that_are_not_there_are_named(tmp_path, monkeypatch):
