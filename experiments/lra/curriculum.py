@@ -69,6 +69,14 @@ class Stage:
             )
         return stage
 
+    def in_words(self) -> str:
+        """What it trains on, and when it ends."""
+        enough = f" or a validation accuracy of {self.enough:g}" if self.enough <= 1 else ""
+        return (
+            f"{self.difficulty} images, {100 * self.shorter:g} % of those for training with "
+            f"shorter contours, up to {self.steps:,} steps{enough}"
+        )
+
     def folder(self, number: int) -> str:
         return f"{number}-{self.difficulty}-{self.shorter:g}"
 
@@ -182,14 +190,16 @@ class Run:
 
     def in_words(self) -> str:
         """How far the run is, and where its result is."""
-        place = f"stage {self.number + 1} of {len(self.stages)}"
         if self.stuck:
-            state = f"{place} was stuck at chance, which ends the run"
+            state = f"{self._place()} was stuck at chance, which ends the run"
         elif self.ended:
             state = f"all {len(self.stages)} stages have ended"
         else:
-            state = f"{place} has not ended; the same command resumes"
+            state = f"{self._place()} has not ended; the same command resumes"
         return f"{state}: {self.output / WHOLE_RESULT}"
+
+    def _place(self) -> str:
+        return f"stage {self.number + 1} of {len(self.stages)}"
 
     def folder(self, number: int) -> Path:
         return self.output / self.stages[number].folder(number)
@@ -209,6 +219,8 @@ class Run:
         given = [*arguments, *self._arguments(number, None if last else patience)]
         if end is not None:
             given += ["--deadline.at", str(end - EVALUATION_SECONDS)]
+        # Before what Lightning prints, also if the output is a file.
+        print(f"{self._place()}: {self.stages[number].in_words()}", flush=True)
 
         def trained(ended: bool, stuck: bool) -> None:
             self.stuck = stuck

@@ -50,6 +50,19 @@ def test_a_stage_is_read_from_text():
             Stage.parse(text)
 
 
+def test_a_stage_is_announced(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("experiments.lra.command.fit", lambda *arguments, **options: None)
+    both = [Stage.parse(text) for text in STAGES]
+    for number in (0, 1):
+        Run(tmp_path, both, seed=0, number=number).train_stage([], 8, None, None)
+    assert capsys.readouterr().out.splitlines() == [
+        "stage 1 of 2: easy images, 100 % of those for training with shorter contours, up to 4 "
+        "steps or a validation accuracy of 0",
+        "stage 2 of 2: hard images, 50 % of those for training with shorter contours, up to 4 "
+        "steps",
+    ]
+
+
 def test_a_folder_of_another_run_is_refused(tmp_path):
     one, other = (
         [Stage.parse(text) for text in texts] for texts in (STAGES, ["easy:1:0.5:4", *STAGES[1:]])
