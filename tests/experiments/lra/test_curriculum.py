@@ -50,7 +50,7 @@ def test_a_stage_is_read_from_text():
             Stage.parse(text)
 
 
-def test_a_stage_is_announced(tmp_path, monkeypatch, capsys):
+def test_a_stage_that_begins_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("experiments.lra.command.fit", lambda *arguments, **options: None)
     both = [Stage.parse(text) for text in STAGES]
     for number in (0, 1):
