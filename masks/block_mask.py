@@ -21,6 +21,7 @@ from masks._core.grid import (
     OnGrid,
     checked_block_size,
 )
+from masks._core.tracing import untraced
 from masks._core.transpose import transpose
 from masks.arguments import (
     broadcasts,
@@ -445,7 +446,8 @@ class BlockMask(OnGrid, Caching, Handled):
         return self._binary(other, lambda a, b: a & ~b)
 
     def __invert__(self) -> "BlockMask":
-        return from_full_runs(self.grid) - self
+        with untraced():
+            return from_full_runs(self.grid) - self
 
     def _binary(self, other: "BlockMask", rule: Callable[[Tensor, Tensor], Tensor]) -> "BlockMask":
         if not isinstance(other, BlockMask):
@@ -458,7 +460,8 @@ class BlockMask(OnGrid, Caching, Handled):
             raise ValueError(
                 f"masks must have the same heads, or 1, got {self.num_heads} and {other.num_heads}"
             )
-        return BlockMask(block_set.elementwise(self.block_set, other.block_set, rule))
+        with untraced():
+            return BlockMask(block_set.elementwise(self.block_set, other.block_set, rule))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask):
@@ -476,9 +479,11 @@ class BlockMask(OnGrid, Caching, Handled):
         return self.block_set.hash_of_pairs()
 
     def __repr__(self) -> str:
+        with untraced():
+            density, partial = self.density, self.partial_blocks
         return (
             f"BlockMask(shape={self.shape}, block_size={self.block_size}, "
-            f"density={self.density:.4g}, partial_blocks={self.partial_blocks}, "
+            f"density={density:.4g}, partial_blocks={partial}, "
             f"bit_tiles={self.num_bit_tiles}, device={self.device})"
         )
 

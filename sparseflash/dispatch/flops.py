@@ -5,7 +5,6 @@ They are useful FLOPs: those of the products of all pairs in non-zero blocks, in
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from masks import BlockMask, DynamicMask, MaskBatch, Pattern
 from masks._core.grid import is_captured
+from masks._core.tracing import untraced
 from masks.analysis.counts import computed_pairs
 from masks.registry import find
 from sparseflash.arguments import are_plain
@@ -71,7 +71,7 @@ def _pairs(bound: Mapping[str, Any]) -> int:
     batch, heads, q_len, _ = query.shape
     k_len, mask = key.shape[2], find(bound["mask"])
     q_known, k_known = (x.node.hint if isinstance(x, torch.SymInt) else x for x in (q_len, k_len))
-    with _real_tensors():
+    with untraced():
         if isinstance(mask, Pattern):
             if q_known is None or k_known is None:  # then all pairs are the most that can attend
                 return batch * heads * q_len * k_len
@@ -83,12 +83,6 @@ def _pairs(bound: Mapping[str, Any]) -> int:
             mask = mask.select(blocks)
         pairs = _pairs_of_selected(mask) if isinstance(mask, DynamicMask) else _pairs_of(mask)
     return pairs * (batch // mask.num_batches) * (heads // mask.num_heads)
-
-
-def _real_tensors() -> AbstractContextManager:
-    """A context in which operations are those of tensors with values, also in FakeTensorMode."""
-    fake = sys.modules.get("torch._subclasses.fake_tensor")
-    return nullcontext() if fake is None else fake.unset_fake_temporarily()
 
 
 def _pairs_of(mask: BlockMask | MaskBatch) -> int:
