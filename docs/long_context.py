@@ -31,9 +31,10 @@ LATER = {
     WEAK: (
         "long-context-weak-128k-2-run-2",
         "long-context-weak-128k-2-run-3",
-        "long-context-weak-128k-2-run-4",
+        "long-context-weak-128k-2-run-6",
     ),
     "long-context-weak-1m-16-4-heads-2": ("long-context-weak-1m-16-4-heads-2-run-2",),
+    "long-context-weak-512k-16-4-heads-2": ("long-context-weak-512k-16-4-heads-2-run-2",),
     STRONG: ("long-context-strong-256k-2-run-2",),
     "long-context-strong-1m-2": (
         "long-context-strong-1m-2-run-2",
@@ -42,6 +43,7 @@ LATER = {
     "long-context-strong-2m-16-4-heads-2": (
         "long-context-strong-2m-16-4-heads-2-run-2",
         "long-context-strong-2m-16-4-heads-2-run-3",
+        "long-context-strong-2m-16-4-heads-2-run-4",
     ),
 }
 MACHINE = "long-context-machine"
@@ -308,8 +310,8 @@ def limited(rows: Rows) -> str:
     head += ["over one GPU with the same sequence", "limited"]
     text = (
         "With limited memory (`round_tokens`) heads are exchanged in groups, and once more in the "
-        "backward pass. Each group has kernels and exchanges of its own, which Python launches, "
-        "so small groups take longer:"
+        "backward pass. Each group has kernels and exchanges of its own, which Python launches. "
+        "So small groups take longer, and much longer on a host that other work keeps busy:"
     )
     return "\n\n".join([text, table(head, lines)]) if lines else ""
 
