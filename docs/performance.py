@@ -10,11 +10,11 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
 sys.path.insert(0, str(Path(__file__).parent))  # where docs is no package
 
+from baselines import ANY_ORDER, BASELINES, OURS, compared, fastest, of_baselines, over_fastest
 from io_complexity import THEORY, io_complexity
 from long_context import (
     STRONG,
@@ -39,7 +39,6 @@ from records import (
     measured,
     paragraphs,
     picture,
-    size_of,
     time_of,
     words,
 )
@@ -50,9 +49,7 @@ from sparseflash.gap import LARGE
 
 PAGE, README = ROOT / "docs/performance.md", ROOT / "README.md"
 SHOWN = (2, 16, 16384, 128)  # batch, heads, tokens and head dim of the README's table
-OURS, ANY_ORDER = "sparseflash", "sparseflash:auto/any-order"
 PICTURE = re.compile(r"!\[[^]]*\]\(experiments/results/speedup-[^)]*\)")
-BASELINES = ("flash4", "flex", "cudnn", "cudnn-bsa", "cudnn-flex", "flash")
 FLASH4 = "kernel_cutlass_kernel_flash_attncuteflash_"
 KERNELS = {  # names in records: kernels of FlashAttention-4, and ours under their former names
     f"{FLASH4}fwd_sm90": "forward",
@@ -71,102 +68,8 @@ def tflops(row: dict) -> str:
     return f"{row['tflops']:.0f}"
 
 
-def rested_and_sustained(row: dict) -> str:
-    return f"{row['tflops']:.0f} / {row['sustained_tflops']:.0f}"
-
-
 def terabytes(row: dict) -> str:
     return f"{row['terabytes_per_second']:.2f}"
-
-
-def compared(record: dict) -> str:
-    """A summary against the fastest baseline, where it is faster, then a table for each size."""
-    rows = record["rows"]
-    return paragraphs(
-        [
-            "The first table summarises those below it. A ratio is the rate of sparseflash over "
-            "that of the fastest baseline on the same mask and size. Below 1, the baseline is "
-            "faster.",
-            against_baselines(rows),
-            slower_rows(rows),
-            by_shape(rows, rested_and_sustained),
-        ]
-    )
-
-
-def against_baselines(rows: list[dict]) -> str:
-    """Our rate over that of the fastest baseline, by head dim and pass."""
-    lines = []
-    for head_dim in sorted({row["head_dim"] for row in rows}, reverse=True):
-        same = [row for row in rows if row["head_dim"] == head_dim]
-        for direction, ours in ("forward", OURS), ("backward", ANY_ORDER), ("backward", OURS):
-            line = [f"{head_dim}", f"{direction}: {NAMES[ours]}"]
-            for clock in ("tflops", "sustained_tflops"):
-                line += ratios(same, direction, ours, clock)
-            lines.append(line)
-    head = ["head dim", "pass"]
-    for clock in ("rested", "sustained"):
-        head += [f"{clock}: minimum, median, maximum", "rows below 1"]
-    return table(head, lines)
-
-
-def ratios(rows: list[dict], direction: str, ours: str, clock: str) -> list[str]:
-    """The range of our rate over the fastest baseline, and how often ours is slower."""
-    found = over_fastest(rows, direction, ours, clock)
-    if not found:
-        return ["", ""]
-    below = sum(value < 1 for value in found)
-    values = ", ".join(f"{value:.2f}" for value in (min(found), median(found), max(found)))
-    return [values, f"{below} of {len(found)}"]
-
-
-def over_fastest(rows: list[dict], direction: str, ours: str, clock: str) -> list[float]:
-    """Our rate over the fastest baseline, for each mask and size that both have."""
-    found = []
-    for size in dict.fromkeys(map(size_of, rows)):
-        of_size = [row for row in rows if size_of(row) == size]
-        for pattern in dict.fromkeys(row["pattern"] for row in of_size):
-            own = find(of_size, pattern, direction, ours)
-            baselines = [row[clock] for row in of_baselines(of_size, pattern, direction)]
-            if own and baselines:
-                found.append(own[clock] / max(baselines))
-    return found
-
-
-def slower_rows(rows: list[dict]) -> str:
-    """The masks and sizes at which the fastest baseline is faster than the faster of our modes."""
-    lines = []
-    for size in dict.fromkeys(map(size_of, rows)):
-        of_size = [row for row in rows if size_of(row) == size]
-        for pattern in dict.fromkeys(row["pattern"] for row in of_size):
-            for direction in ("forward", "backward"):
-                own = [
-                    row
-                    for name in (OURS, ANY_ORDER)
-                    if (row := find(of_size, pattern, direction, name))
-                ]
-                others = of_baselines(of_size, pattern, direction)
-                if not own or not others:
-                    continue
-                over = [
-                    max(row[clock] for row in own) / max(row[clock] for row in others)
-                    for clock in ("tflops", "sustained_tflops")
-                ]
-                if min(over) < 1:
-                    row = max(others, key=lambda other: other["sustained_tflops"])
-                    facts = f"{row['head_dim']}", f"{row['seq_len']:,}", pattern, direction
-                    shown = (f"{value:.3f}" for value in over)
-                    lines.append([*facts, *shown, NAMES[row["implementation"]]])
-    if not lines:
-        return ""
-    head = ["head dim", "tokens", "mask", "pass", "rested", "sustained", "fastest, sustained"]
-    title = "**Where a baseline is faster than both modes of sparseflash**"
-    return f"{title}\n\n{table(head, lines)}"
-
-
-def of_baselines(rows: list[dict], pattern: str, direction: str) -> list[dict]:
-    """The rows of the other implementations for a mask and a pass."""
-    return [row for name in BASELINES if (row := find(rows, pattern, direction, name))]
 
 
 def decoding(record: dict) -> str:
@@ -625,10 +528,6 @@ def shown_rows(record: dict) -> list[dict]:
     """The rows of a record with the size of the README's table."""
     names = ("batch", "heads", "seq_len", "head_dim")
     return [row for row in record["rows"] if tuple(row[name] for name in names) == SHOWN]
-
-
-def fastest(rows: list[dict]) -> dict:
-    return min(rows, key=lambda row: row["median_ms"])
 
 
 def readme() -> str:
