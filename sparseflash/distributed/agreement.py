@@ -29,8 +29,8 @@ from sparseflash.distributed.exchange import explain_errors
 
 NEW, INVALID = -1, -2
 MASK = 2**60 - 1  # two such numbers can be added in int64
-# Odd factors with about as many ones as zeros in binary.
-OF_SEEDS, OF_LENGTHS, OF_ELEMENTS = 0x9E3779B97F4A7C15, 0x5851F42D4C957F2D, 0x14057B7EF767814F
+# Odd numbers of 63 bits with about as many ones as zeros in binary.
+OF_LENGTHS, OF_ELEMENTS = 0x5851F42D4C957F2D, 0x14057B7EF767814F
 DISAGREEMENT = (
     "context_parallel_attention: plans, options, sizes or key lengths differ between ranks, or "
     "those of one rank are invalid; check=True reports which"
@@ -120,8 +120,8 @@ def number_of(facts: Mapping[str, Any]) -> int:
 
 
 def with_seed(number: int, seed: int) -> int:
-    """The number of a call with a seed of dropout."""
-    return (number + seed * OF_SEEDS) & MASK
+    """The number of a call with a seed of dropout, which has 64 bits."""
+    return number_of({"number": number, "seed": seed})
 
 
 def numbers_agree(
@@ -188,14 +188,13 @@ def _signs(device: torch.device) -> Tensor:
 
 
 def _hash(lengths: Tensor) -> Tensor:
-    """A number of an int64 tensor (batch,) that depends on the order of its elements."""
-    elements = torch.arange(1, len(lengths) + 1, device=lengths.device) * _signed(OF_ELEMENTS)
-    return ((lengths * _signed(OF_LENGTHS)) ^ elements).sum() & MASK
+    """A number of an int64 tensor (batch,): the sum of its elements, each with a factor.
 
-
-def _signed(number: int) -> int:
-    """The int64 with the bits of an unsigned number."""
-    return number - 2**64 if number >= 2**63 else number
+    The factors of elements i and j differ by an odd multiple of the power of 2 in i - j. So the
+    number changes if one length changes, or if two are exchanged.
+    """
+    factors = (torch.arange(1, len(lengths) + 1, device=lengths.device) * OF_ELEMENTS) ^ OF_LENGTHS
+    return (lengths * factors).sum() & MASK
 
 
 @cache

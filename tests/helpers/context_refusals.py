@@ -140,7 +140,8 @@ def refused(rank: int, what: str) -> str:
     return "nothing"
 
 
-LATER = ("plan", "plan of equal traffic", "options", "sinks", "seed", "key_lengths", "dtype")
+LATER = ("plan", "plan of equal traffic", "options", "sinks", "seed", "seed of 64 bits")
+LATER += ("key_lengths", "dtype")
 
 
 def of_a_later_call(rank: int, what: str, check: bool | None) -> str:
@@ -186,6 +187,8 @@ def extras_of_later_call(what: str, second: bool) -> dict[str, Any]:
         return {"sinks": torch.ones(4).double()} if second else {}
     if what == "seed":
         return {"dropout_p": 0.5, "seed": int(second)}
+    if what == "seed of 64 bits":
+        return {"dropout_p": 0.5, "seed": int(second) << 60}
     if what == "key_lengths":  # in the other order
         lengths = torch.tensor([LENGTH, 100])
         return {"key_lengths": lengths.flip(0) if second else lengths}

@@ -21,8 +21,36 @@ def test_numbers_never_equal_the_special_ones(seed):
     assert agreement.with_seed(number, 1) != number
 
 
+def test_seeds_that_are_equal_in_some_bits_have_other_numbers():
+    number = agreement.number_of({"plan": "a"})
+    seeds = [sign * 2**bit for bit in range(63) for sign in (1, -1)]
+    assert len({agreement.with_seed(number, each) for each in seeds}) == len(seeds)
+
+
 def test_hashes_of_lengths_depend_on_each_length_and_its_place():
     lengths = torch.tensor([[5, 7, 7], [7, 5, 7], [7, 7, 5], [5, 7, 8], [0, 0, 0], [2**31, 7, 7]])
     hashes = [int(agreement._hash(each)) for each in lengths]
     assert len(set(hashes)) == len(hashes)
     assert all(0 <= each <= agreement.MASK for each in hashes)
+
+
+def test_hashes_change_if_two_lengths_are_exchanged():
+    """Also multiples of large powers of 2, of whose hashes few bits differ."""
+    for step in (1, 128, 4096, 2**20):
+        lengths = torch.arange(9) * step
+        hashes = {int(agreement._hash(lengths))}
+        for first in range(9):
+            for second in range(first):
+                exchanged = lengths.clone()
+                exchanged[[first, second]] = lengths[[second, first]]
+                hashes.add(int(agreement._hash(exchanged)))
+        assert len(hashes) == 1 + 9 * 8 // 2, step
+    first = torch.tensor([172032, 0, 40960])
+    assert agreement._hash(first) != agreement._hash(first.flip(0))
+
+
+def test_hashes_are_sums_in_whole_numbers():
+    lengths = torch.tensor([5, 2**31, 77])
+    factors = [(i * agreement.OF_ELEMENTS) ^ agreement.OF_LENGTHS for i in (1, 2, 3)]
+    expected = sum(n * factor for n, factor in zip(lengths.tolist(), factors, strict=True))
+    assert int(agreement._hash(lengths)) == expected & agreement.MASK
