@@ -205,8 +205,12 @@ def _attention(
             of_ranks = {"plan": f"{plan} of SHA-256 {plan.digest}"}
             of_ranks["transport"] = prepared.transport_name
             compare.in_full(facts, None, of_ranks)
-            facts |= {"seed": None, "key_lengths": None}  # compared with the number in each call
-            of_mesh = {"plan": (whole or plan).digest, "copies": prepared.copies is not None}
+            # Each call adds its seed and key lengths to the number.
+            facts |= {"seed": None, "key_lengths": prepared.lengths is not None}
+            # Ranks with other heads have other Copies.
+            copied = prepared.copies is not None
+            transport = prepared.transport_name if heads_group is None else copied
+            of_mesh = {"plan": (whole or plan).digest, "transport": transport}
             plan.agreed.update({agreed: NEW, like_this: number_of(facts | of_mesh)})
     inputs = (prepared.query, prepared.key, prepared.value, prepared.bias)
     read = () if prepared.score_tensors is None else prepared.score_tensors.tensors

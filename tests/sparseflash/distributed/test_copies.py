@@ -169,6 +169,25 @@ def test_copies_of_other_ranks_are_refused_on_every_rank(ranks):
         assert "transport must be made for cpu, got one for meta" in device
 
 
+def refused_later(rank: int) -> str:
+    """The error of a call with one of two objects that all ranks have used, another on rank 1."""
+    plan = make_plan(masks.causal()(64, 16), dist.get_world_size())
+    own = torch.randn(3, 1, 2, len(plan.positions(rank)), 16).unbind()
+    with copies_of_files():
+        used = Copies(), Copies()
+        for transport in (*used, *used, used[rank == 1]):
+            try:
+                context_parallel_attention(*own, plan, transport=transport)
+            except ValueError as error:
+                return str(error)
+    return "nothing"
+
+
+def test_other_copies_in_a_later_call_are_refused_on_every_rank(ranks):
+    for answer in ranks.run(refused_later):
+        assert answer.startswith("transport must be equal on all ranks, got Copies("), answer
+
+
 def shared_heads(rank: int) -> list[int]:
     """Buffers of ranks that divide heads: those of each head are of its own group."""
     mesh = init_device_mesh("cpu", (2, 2))
