@@ -237,7 +237,7 @@ def _with_shared_heads(
     error, facts, own = None, {"plan": plan.digest}, {}
     try:
         own = _of_own_heads(sharing, tensors, plan, group.rank(), arguments)
-        facts |= {"options": repr(own["options"]), "seed": own["seed"]}
+        facts |= {"options": repr(AttentionOptions(**own["options"])), "seed": own["seed"]}
         facts |= sizes_of(*tensors)
     except (TypeError, ValueError) as problem:
         error = problem

@@ -99,12 +99,10 @@ class Prepared:
     def kind(self) -> tuple[Any, ...]:
         """Changes if one of `facts` does but seed and key lengths, and is found in less time."""
         tensors = (self.query, self.key, self.value)
-        sizes = tuple(
-            (*x.shape[:2], x.shape[3], x.dtype, arguments.requires_gradient(x)) for x in tensors
-        )
+        sizes = tuple((*x.shape[:2], x.shape[3], x.dtype) for x in tensors)
         chosen = (self.plan.split, self.transport_name, self.call_facts.max_logits)
         given = tuple(x is None for x in (self.lengths, self.bias, self.mask))
-        return *chosen, *given, sizes, *self.options.items()
+        return *chosen, *given, *self._gradients.values(), sizes, *self.options.items()
 
     def facts(self, query: Tensor, key: Tensor) -> dict[str, Any]:
         """Properties of the call that must be equal on all ranks, by name."""
@@ -119,10 +117,19 @@ class Prepared:
             "key_lengths": None if self.lengths is None else self.lengths.tolist(),
             "whether there is a bias": self.bias is not None,
             "whether there is a mask": self.mask is not None,
+            **self._gradients,
+        }
+
+    @property
+    def _gradients(self) -> dict[str, bool]:
+        """Which gradients a rank needs, of those that ranks exchange."""
+        # That of shared rows is summed over all ranks; that of other rows is exchanged by ranks
+        # that divide heads.
+        of_query = len(self.plan.shared) > 0 or self.heads.groups > 1
+        return {
+            "gradient of query": of_query and arguments.requires_gradient(self.query),
             "gradient of key": arguments.requires_gradient(self.key),
             "gradient of value": arguments.requires_gradient(self.value),
-            # That of shared rows is summed over all ranks.
-            "gradient of query": len(self.plan.shared) > 0 and arguments.requires_gradient(query),
         }
 
     @property

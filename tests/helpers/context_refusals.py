@@ -72,12 +72,31 @@ def refused_with_shared_heads(rank: int) -> list[str]:
     calls += [([x[:1] for x in own] if wrong else own, plan, {})]
     calls += [([own[0], own[1].clone().requires_grad_(wrong), own[2]], plan, {})]
     errors = []
+    calls += [([own[0].clone().requires_grad_(wrong), *own[1:]], plan, {})]
     for tensors, used, options in calls:
         try:
             context_parallel_attention(*tensors, used, group=mesh, check=True, **options)
         except ValueError as error:
             errors.append(str(error))
     return errors
+
+
+def options_by_default_with_shared_heads(rank: int) -> float:
+    """The difference to one process of calls in which one rank writes down what is the default."""
+    mesh, mask = init_device_mesh("cpu", (2, 2)), mask_of("causal")
+    plan = make_plan(mask, 2, "contiguous")
+    tensors = inputs(torch.float64)[:3]
+
+    def own(tensor: Tensor) -> Tensor:
+        return plan.shard(tensor, rank // 2, 2).tensor_split(2, 2)[rank % 2]
+
+    options: dict[str, Any] = {"softcap": None, "precision": "ieee"} if rank == 1 else {}
+    expected = own(sparseflash.attention(*tensors, mask))
+    differences = []
+    for _ in range(2):
+        out = context_parallel_attention(*map(own, tensors), plan, group=mesh, **options)
+        differences.append(difference(out, expected))
+    return max(differences)
 
 
 def captured_with_shared_heads(rank: int) -> list[str]:
@@ -216,6 +235,21 @@ def checked_in_full_on_one_rank(rank: int) -> float:
     out = context_parallel_attention(*own, plan, check=True if rank == 1 else None)
     whole = sparseflash.attention(*inputs(torch.float64)[:3], mask)
     return difference(out, plan.shard(whole, rank, 2))
+
+
+def gradient_of_query_on_one_rank(rank: int) -> bool:
+    """Whether all ranks agree by number if one of them needs a gradient that is not exchanged."""
+    plan = make_plan(mask_of("causal"), dist.get_world_size(), "contiguous", shared_rows=())
+
+    def run(of_query: bool) -> None:
+        query, *others = _own(plan, rank, torch.float64)
+        others = [x.requires_grad_() for x in others]
+        context_parallel_attention(query.requires_grad_(of_query), *others, plan).sum().backward()
+
+    run(True)
+    with mock.patch.object(agreement, "_disagreement", side_effect=AssertionError):
+        run(rank == 0)
+    return True
 
 
 def of_a_later_call_with_shared_heads(rank: int, what: str) -> str:

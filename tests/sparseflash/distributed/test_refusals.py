@@ -46,7 +46,7 @@ def test_what_masks_of_a_batch_do_not_take_is_named():
 
 def test_what_shared_heads_do_not_take_is_named(four_ranks):
     for answers in four_ranks.run(refusals.refused_with_shared_heads):
-        assert len(answers) == 13, answers
+        assert len(answers) == 14, answers
         assert "rank 1: query must have 56 tokens in dim 2" in answers[0]
         assert "key must have a multiple of 2 heads" in answers[1]
         assert "plan must be made for a mask of 1 or 2 or 4 heads, got 3" in answers[2]
@@ -60,6 +60,11 @@ def test_what_shared_heads_do_not_take_is_named(four_ranks):
         assert "rank 0: ValueError: key_lengths must" in answers[10]
         assert "batch, heads and head_dim of query must be equal on all ranks" in answers[11]
         assert "gradient of key must be equal on all ranks" in answers[12]
+        assert "gradient of query must be equal on all ranks" in answers[13]
+
+
+def test_options_that_are_given_by_default_are_equal_with_shared_heads(four_ranks):
+    assert max(four_ranks.run(refusals.options_by_default_with_shared_heads)) < EXACT
 
 
 def test_the_first_call_with_shared_heads_is_not_captured(four_ranks):
@@ -119,6 +124,11 @@ def test_what_is_invalid_on_one_rank_in_a_later_call_is_an_error_on_every_rank(t
 
 def test_one_rank_can_ask_all_to_compare_in_full(two_ranks):
     assert max(two_ranks.run(refusals.checked_in_full_on_one_rank)) < 1e-12
+
+
+def test_a_rank_alone_can_need_a_gradient_that_is_not_exchanged(two_ranks):
+    """Without a comparison in full, which ranks with GPUs would end in."""
+    assert two_ranks.run(refusals.gradient_of_query_on_one_rank) == [True, True]
 
 
 @pytest.mark.parametrize("what", ["plan", "key_lengths", "invalid"])
