@@ -55,7 +55,7 @@ class Comparison:
         check: bool | None,
     ):
         self._group, self._heads_group, self._check = group, heads_group, check
-        self._query = tensors[0]
+        self._tensors = tensors
         self._captured = any(isinstance(x, Tensor) and is_captured(x.device) for x in tensors)
 
     def needed(
@@ -74,8 +74,9 @@ class Comparison:
         """
         in_full = number is None if self._check is None else self._check
         if self._captured:
-            if in_full and valid and isinstance(self._query, Tensor):
-                check_not_captured(self._query.device)
+            query = self._tensors[0]
+            if in_full and valid and isinstance(query, Tensor):
+                check_not_captured(query.device)
             return False  # the rank alone raises the error of invalid arguments
         if self._check is False:
             return False
@@ -84,7 +85,7 @@ class Comparison:
         elif not valid:
             number, lengths = INVALID, None
         groups = [x for x in (self._heads_group, self._group) if x is not None]
-        device = _device_of(self._group, self._query)
+        device = _device_of(self._group, self._tensors)
         return not numbers_agree(groups, device, number, lengths) or in_full
 
     def in_full(
@@ -203,12 +204,18 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _device_of(group: ProcessGroup, tensor: object) -> torch.device:
-    """The device of a tensor if the group exchanges such tensors, else one that it exchanges."""
-    types = [each.split(":")[0] for each in dist.get_backend_config(group).split(",")]
-    if isinstance(tensor, Tensor) and tensor.device.type in types:
-        return tensor.device
-    return torch.device(types[0])
+def _device_of(group: ProcessGroup, tensors: Sequence[object]) -> torch.device:
+    """The device of the tensors of a call, or the one that they are likely to have on other ranks.
+
+    All ranks must exchange their numbers on devices of one type, also one of which only some
+    tensors are on a GPU, or that has got other objects.
+    """
+    config = (each.partition(":") for each in dist.get_backend_config(group).split(","))
+    backends = {device: backend for device, _, backend in config}
+    devices = [x.device for x in tensors if isinstance(x, Tensor) and x.device.type in backends]
+    if devices:
+        return next((each for each in devices if each.type != "cpu"), devices[0])
+    return torch.device("cuda" if backends.get("cuda") == "nccl" else next(iter(backends)))
 
 
 def _disagreement(

@@ -1,5 +1,7 @@
 """The number by which later calls compare their arguments; the comparison is in test_refusals."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -54,3 +56,21 @@ def test_hashes_are_sums_in_whole_numbers():
     factors = [(i * agreement.OF_ELEMENTS) ^ agreement.OF_LENGTHS for i in (1, 2, 3)]
     expected = sum(n * factor for n, factor in zip(lengths.tolist(), factors, strict=True))
     assert int(agreement._hash(lengths)) == expected & agreement.MASK
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "expected"),
+    [
+        ("cpu:gloo,meta:other", ("cpu", "cpu", "cpu"), "cpu"),
+        ("cpu:gloo,meta:other", ("meta", "meta", "meta"), "meta"),
+        ("cpu:gloo,meta:other", ("cpu", "meta", None), "meta"),  # invalid on this rank
+        ("cpu:gloo,cuda:nccl", (None, None, None), "cuda"),
+        ("cpu:gloo,cuda:gloo", (None, None, None), "cpu"),
+        ("cuda:nccl", ("cpu", "cpu", "cpu"), "cuda"),
+        ("meta:other", (None, None, None), "meta"),
+    ],
+)
+def test_ranks_with_invalid_tensors_compare_on_the_device_of_the_others(config, tensors, expected):
+    given = [None if each is None else torch.empty(1, device=each) for each in tensors]
+    with mock.patch.object(agreement.dist, "get_backend_config", return_value=config):
+        assert agreement._device_of(mock.Mock(), given) == torch.device(expected)
