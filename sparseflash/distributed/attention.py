@@ -78,8 +78,10 @@ def context_parallel_attention(
     score functions and biases refer to positions in the whole sequence. On GPUs, calls with
     dropout, a score function or a bias run on the backend triton; hopper refuses them. All ranks
     of the group must call the function, in the same order, with equal options and
-    return_max_logits, and with the same ones of bias, key_lengths and mask. All must run the
-    backward pass if one of them does.
+    return_max_logits, and with the same ones of bias, key_lengths, mask and sinks. All must need
+    the same gradients of key and value, and that of query if the plan has shared rows or ranks
+    divide the heads. All must run the backward pass if one of them does; if ranks divide the
+    heads, from the same of out and LSE.
 
     The fetched keys and values are saved for the backward pass. If the plan has round_tokens and
     needs several rounds, they are fetched again, and at most the keys and values of two rounds are
@@ -132,8 +134,9 @@ def context_parallel_attention(
         shape and dtype of the LSE.
 
     Raises:
-        TypeError, ValueError: An argument is invalid; the message names it. With `check=False` the
-            other ranks wait until the time-out of the group.
+        TypeError, ValueError: An argument is invalid; the message names it. With `check=False`, or
+            if the plan is not one of as many ranks as the group has, the other ranks wait until
+            the time-out of the group.
         BackendError: No backend can compute the call.
         RuntimeError: Another rank died or did not answer within the time-out of the group. A CUDA
             graph is being captured, and no call with this plan and options came before. On GPUs:
