@@ -14,7 +14,7 @@ fifth of them. Other options need another `--output`, but for those of the machi
 
 import json
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +23,7 @@ import typer
 from experiments.cli import ExportTo, ImportFrom, Seconds, needs_extra, usage_errors
 from experiments.files import RESULT, read_json, write_json
 from experiments.lra.exported import EVALUATION_SECONDS, compact
-from experiments.lra.options import OPTIONS, check_options
+from experiments.lra.options import OPTIONS, check_options, differences
 from experiments.pieces import export, restore
 
 PROGRESS, WHOLE_RESULT = "progress.json", "curriculum.json"  # of all stages
@@ -127,8 +127,13 @@ def main(
     print(run.in_words())
 
 
-def _but_steps(stages: list[Stage]) -> list[Stage]:
-    return [replace(stage, steps=0) for stage in stages]
+def _that_must_agree(stages: list[Stage], seed: int, first: int) -> list[str]:
+    """The seed, and stages from `first` on without their numbers of steps, each as NAME=VALUE."""
+    rules = [f"{stage.difficulty}:{stage.shorter:g}:{stage.enough:g}" for stage in stages]
+    return [
+        f"--seed={seed}",
+        *(f"stage {number}={rule}" for number, rule in enumerate(rules, 1) if number > first),
+    ]
 
 
 @dataclass
@@ -171,10 +176,12 @@ class Run:
             raise ValueError(f"{path} cannot be read: {error}") from error
         # Finished stages may differ, and later stages may differ in their number of steps: the
         # learning rate falls over the last of them.
-        if _but_steps(found[run.number :]) != _but_steps(stages[run.number :]) or run.seed != seed:
+        recorded = _that_must_agree(found, run.seed, run.number)
+        own = _that_must_agree(stages, seed, run.number)
+        if recorded != own:
             raise ValueError(
-                f"{output} has a run with seed {run.seed} and stages {found}: give these, or "
-                "another --output"
+                f"{output} has a run with another seed or other stages: "
+                f"{differences(recorded, own)}; give the recorded ones, or another --output"
             )
         run.stages = found[: run.number] + stages[run.number :]
         return run

@@ -43,14 +43,14 @@ def check_options(folder: Path, arguments: list[str], started: bool) -> None:
         raise ValueError(f"{path} must be a list of options, got {recorded!r}")
     if recorded != own:
         raise ValueError(
-            f"{folder} has runs with other options: {_differences(recorded, own)}; give the "
+            f"{folder} has runs with other options: {differences(recorded, own)}; give the "
             "recorded options, or another --output"
         )
     write_json(path, own)
 
 
-def _differences(recorded: list[str], own: list[str]) -> str:
-    """Which options differ, with the recorded value and the new one."""
+def differences(recorded: list[str], own: list[str]) -> str:
+    """Which of two lists of NAME=VALUE differ, with the recorded value and the new one."""
     before, now = _by_name(recorded), _by_name(own)
     found = [
         f"{name} was {before.get(name, 'not given')} and is {now.get(name, 'not given')} now"

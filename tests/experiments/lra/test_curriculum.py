@@ -69,10 +69,13 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     )
     Run(tmp_path, one, seed=1).save(None)
     assert Run.of(tmp_path, one, seed=1).number == 0
-    with pytest.raises(ValueError, match=r"has a run with seed 1 and stages .* another --output"):
+    with pytest.raises(ValueError, match=r": --seed was 1 and is 2 now; .* another --output"):
         Run.of(tmp_path, one, seed=2)
-    with pytest.raises(ValueError, match=r"has a run with seed 1 and stages .* another --output"):
+    message = r": stage 1 was easy:1:0 and is easy:1:0\.5 now; .* another --output"
+    with pytest.raises(ValueError, match=message):
         Run.of(tmp_path, other, seed=1)
+    with pytest.raises(ValueError, match=r": stage 2 was hard:0\.5:2 and is not given now;"):
+        Run.of(tmp_path, one[:1], seed=1)
     # Stages may become longer or shorter.
     longer = [one[0], Stage("hard", 0.5, 2, 400)]
     assert Run.of(tmp_path, longer, seed=1).stages == longer
