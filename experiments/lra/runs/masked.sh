@@ -12,7 +12,7 @@ for task in ${TASKS:-text image}; do
     [ $kind = sparse ] || attention=(--model.encoder.attention flash)
     fit masked-$kind masked "${attention[@]}" "$@"
     fit tuned-$kind labels "${attention[@]}" --model.init_from "runs/$task-masked-$kind/seed{seed}/checkpoints/best.ckpt" "$@"
+    fit labels-$kind labels "${attention[@]}" "$@"
   done
-  fit labels-sparse labels "$@"
-  python -m experiments.lra.results "$task-masked" "runs/$task-tuned-sparse" "runs/$task-tuned-dense" "runs/$task-labels-sparse"
+  python -m experiments.lra.results "$task-masked" "runs/$task-tuned-"{sparse,dense} "runs/$task-labels-"{sparse,dense}
 done
