@@ -8,9 +8,9 @@ from experiments.pretraining import exact_pairs, largest_difference, with_baseli
 FIRST_STEPS = (5, 10)  # after which the losses of exact attentions are compared
 
 
-def pretraining(name: str) -> str:
+def pretraining(*names: str) -> str:
     """Training steps of each model on each device, and how far exact attentions are apart."""
-    records = load_each(name)
+    records = [record for name in names for record in load_each(name)]
     return paragraphs([*map(training_steps, records), losses_apart(records)])
 
 

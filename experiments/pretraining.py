@@ -263,7 +263,7 @@ def measure_all(
     if output.exists():
         record = read_record(output)
         if record["data"] != dict(books.sha256):
-            raise ValueError(f"{output} is of other books than {data}: move it away first")
+            raise ValueError(f"{output} is of other books than {data}: give the record a --name")
     measured_on = environment(torch.device(device))
     for case in cases:
         if any(row.items() >= asdict(case).items() for row in record["rows"]):
@@ -427,15 +427,20 @@ def measure(
     padding: Annotated[
         float, typer.Option(help="Largest share of a sequence that is padding.")
     ] = Case.padding,
+    name: Annotated[str, typer.Option(help="Added to the name of the record.")] = "",
     output: Output = RESULTS,
     overwrite: Overwrite = False,
 ) -> None:
-    """Train with each attention at each length; the same command resumes an interrupted run."""
+    """Train with each attention at each length; the same command resumes an interrupted run.
+
+    A record is of one set of books. Runs on other books need another name.
+    """
     import torch
 
     needs_extra("hf", "transformers")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    path = output_file(output, "pretraining", device, overwrite)
+    stem = f"pretraining-{name}" if name else "pretraining"
+    path = output_file(output, stem, device, overwrite)
     torch.set_float32_matmul_precision("high")
     with usage_errors():
         cases = [

@@ -179,8 +179,8 @@ def _finish(
     if not options.measure:
         low, middle, high = advisor.OVER_LEAST
         print(
-            f"The predicted time is a lower bound. On an H200, measured calls took {low:g} to "
-            f"{high:g} times as long; the median is {middle:g}."
+            f"The predicted time is a lower bound. On an H200, measured calls took {low:.1f} to "
+            f"{high:.1f} times as long; the median is {middle:.1f}."
         )
 
 

@@ -77,6 +77,27 @@ def test_training_steps_of_standard_models():
     assert apart("gpt2", 0.0) < apart("gpt2")
 
 
+def test_training_steps_of_gpt2_with_padding():
+    rows = read("pretraining-padding")["rows"]
+    speed = {
+        (row["model"], row["seq_len"], row["attention"]): row["tokens_per_second"] for row in rows
+    }
+    text = words(PAPER)
+    lengths = (512, 1024, 2048, 4096)
+    gains = [100 * (speed["gpt2", n, "ours"] / speed["gpt2", n, "sdpa"] - 1) for n in lengths]
+    assert gains == sorted(gains)
+    told = f"{between(gains, 0)} % faster than SDPA on GPT-2 small, the more the longer"
+    assert told in text
+    over_eager = [speed["gpt2", n, "ours"] / speed["gpt2", n, "eager"] for n in lengths]
+    assert f"{between(over_eager, 1)} times as fast as `eager`" in text
+    short, middle = (
+        100 * (speed["gpt2-medium", n, "ours"] / speed["gpt2-medium", n, "sdpa"] - 1)
+        for n in lengths[:2]
+    )
+    told = f"on GPT-2 medium it is {short:.0f} % faster at 512 tokens and {middle:.0f} % at 1,024"
+    assert told in text
+
+
 def test_exact_attentions_without_dropout_agree_until_training_amplifies_rounding():
     rows = read("pretraining", H100)["rows"] + read("pretraining")["rows"]
     of = {0.0: [], 0.1: []}
