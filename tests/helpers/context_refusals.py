@@ -214,13 +214,16 @@ def extras_of_later_call(what: str, second: bool) -> dict[str, Any]:
     return {}
 
 
-def invalid_in_a_later_call(rank: int) -> str:
-    """The error of a second call whose arguments are invalid on rank 1."""
+def invalid_in_a_later_call(rank: int, others: dict[str, Any]) -> str:
+    """The error of a second call, invalid on rank 1, to which the others give these arguments."""
     plan = make_plan(mask_of("causal"), dist.get_world_size(), "contiguous")
     own = _own(plan, rank, torch.float64)
     context_parallel_attention(*own, plan)
     try:
-        context_parallel_attention(*([x[:, :, 1:] for x in own] if rank == 1 else own), plan)
+        if rank == 1:
+            context_parallel_attention(*(x[:, :, 1:] for x in own), plan)
+        else:
+            context_parallel_attention(*own, plan, **others)
     except ValueError as error:
         return str(error)
     return "nothing"

@@ -116,8 +116,10 @@ def test_what_one_rank_changes_in_a_later_call_is_an_error_on_every_rank(two_ran
         assert "equal on all ranks" in answer, answer
 
 
-def test_what_is_invalid_on_one_rank_in_a_later_call_is_an_error_on_every_rank(two_ranks):
-    answers = two_ranks.run(refusals.invalid_in_a_later_call)
+@pytest.mark.parametrize("others", [{}, {"softcap": 5.0}, {"check": True}], ids=repr)
+def test_what_is_invalid_on_one_rank_in_a_later_call_is_an_error_on_every_rank(two_ranks, others):
+    """Also if the others compare in full because their call is new, or because they ask for it."""
+    answers = two_ranks.run(refusals.invalid_in_a_later_call, others)
     assert len(set(answers)) == 1
     assert "refused on\nrank 1: ValueError: query must have" in answers[0], answers
 
