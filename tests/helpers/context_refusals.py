@@ -240,6 +240,18 @@ def checked_in_full_on_one_rank(rank: int) -> float:
     return difference(out, plan.shard(whole, rank, 2))
 
 
+def head_masks_in_a_later_call(rank: int) -> bool:
+    """Whether ranks that divide heads with different masks agree by number."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    mask = masks.stack([masks.causal(), masks.local(30), masks.full(), masks.causal()])
+    plan = make_plan(mask(LENGTH, 16), 2, "contiguous")
+    own = [x.tensor_split(2, 2)[rank % 2] for x in _own(plan, rank // 2, torch.float64)]
+    context_parallel_attention(*own, plan, group=mesh)
+    with mock.patch.object(agreement, "_disagreement", side_effect=AssertionError):
+        context_parallel_attention(*own, plan, group=mesh)
+    return True
+
+
 def gradient_of_query_on_one_rank(rank: int) -> bool:
     """Whether all ranks agree by number if one of them needs a gradient that is not exchanged."""
     plan = make_plan(mask_of("causal"), dist.get_world_size(), "contiguous", shared_rows=())

@@ -133,6 +133,10 @@ def test_a_rank_alone_can_need_a_gradient_that_is_not_exchanged(two_ranks):
     assert two_ranks.run(refusals.gradient_of_query_on_one_rank) == [True, True]
 
 
+def test_ranks_with_other_masks_of_heads_agree(four_ranks):
+    assert four_ranks.run(refusals.head_masks_in_a_later_call) == [True] * 4
+
+
 @pytest.mark.parametrize("what", ["plan", "key_lengths", "invalid"])
 def test_what_differs_in_a_later_call_with_shared_heads(four_ranks, what):
     answers = four_ranks.run(refusals.of_a_later_call_with_shared_heads, what)
