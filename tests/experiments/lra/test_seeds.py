@@ -124,7 +124,7 @@ def test_runs_of_unknown_options_are_not_resumed(runs, tmp_path):
     recorded = path.read_text()
     for text, message in (
         (None, "has runs but no options.json, so that their options are not known"),
-        ('{"preset": "x"}', "options.json must be a list of options, got {'preset': 'x'}"),
+        ('{"preset": "x"}', "must be a list of options, got {'preset': 'x'}"),
     ):
         path.unlink() if text is None else path.write_text(text)
         done = command(*arguments)
