@@ -18,8 +18,7 @@ from torch import Tensor
 
 ORDER = None  # round robin; min or max: of the partitions that can continue
 PIPELINE_BARRIERS = 9  # the other named barriers are for ping-pong, for warps, and Triton's
-_partition = threading.local()
-_program = SimpleNamespace()
+_partition = threading.local()  # its number and program, and what it has in flight
 
 
 class Failure(Exception):
@@ -27,7 +26,10 @@ class Failure(Exception):
 
 
 class Partitions:
-    """The partitions of a program, each a thread, of which one runs at a time."""
+    """The partitions of programs that run at the same time, each a thread. One runs at a time.
+
+    work: (program, function, arguments) of each partition
+    """
 
     def __init__(self, work):
         self.turns = [threading.Semaphore(0) for _ in work]
@@ -47,8 +49,8 @@ class Partitions:
         if self.failure:
             raise self.failure
 
-    def run(self, number, function, arguments):
-        _partition.number = number
+    def run(self, number, program, function, arguments):
+        _partition.number, _partition.program = number, program
         try:
             self.wait_to_run()
             _run(function, *arguments)
@@ -73,14 +75,15 @@ class Partitions:
         """Chooses the partition that runs next, of those that can continue; all, to end, after a
         failure.
         """
-        last = _partition.number
-        following = sorted(self.waits, key=lambda number: (number <= last, number))
-        ready = [number for number in following if self.waits[number][0]()]
-        if ready:
-            self.turns[ORDER(ready) if ORDER else ready[0]].release()
-        elif self.waits and not self.failure:
-            what = {number: what for number, (_, what) in self.waits.items()}
-            self.failure = Failure(f"deadlock, partitions wait for {what}")
+        if not self.failure:  # else all run, and change what others wait for
+            last = _partition.number
+            following = sorted(self.waits, key=lambda number: (number <= last, number))
+            ready = [number for number in following if self.waits[number][0]()]
+            if ready:
+                self.turns[ORDER(ready) if ORDER else ready[0]].release()
+            elif self.waits:
+                what = {number: what for number, (_, what) in self.waits.items()}
+                self.failure = Failure(f"deadlock, partitions wait for {what}")
         if self.failure:
             for turn in self.turns:
                 turn.release()
@@ -137,13 +140,13 @@ class Barrier:
     def arrive(self, count, pred=True):
         if pred:
             self.change(arrivals=count)
-            _program.partitions.wait(lambda: True, "to be resumed")
+            _partition.program.partitions.wait(lambda: True, "to be resumed")
 
     def wait(self, phase):
         self.complete_copies()
         while self.phase == phase:
             what = f"{self.name}, phase {phase}"
-            _program.partitions.wait(lambda: self.copies or self.phase != phase, what)
+            _partition.program.partitions.wait(lambda: self.copies or self.phase != phase, what)
             self.complete_copies()
 
     def complete_copies(self):
@@ -268,8 +271,8 @@ def sync_partition():
 
 
 def pingpong_wait(warpgroup, load_wait_warps):
-    from_warpgroup, from_warps = _program.pingpong, _program.load_wait_signals
-    _program.partitions.wait(
+    from_warpgroup, from_warps = _partition.program.pingpong, _partition.program.load_wait_signals
+    _partition.program.partitions.wait(
         lambda: from_warpgroup[warpgroup] and from_warps[warpgroup] >= load_wait_warps,
         f"signals to warpgroup {warpgroup}",
     )
@@ -278,33 +281,33 @@ def pingpong_wait(warpgroup, load_wait_warps):
 
 
 def signal_warpgroup(warpgroup, load_wait_warps):
-    _program.load_wait_signals[warpgroup] += 1
-    _program.partitions.wait(
-        lambda: not _program.load_wait_signals[warpgroup],
+    _partition.program.load_wait_signals[warpgroup] += 1
+    _partition.program.partitions.wait(
+        lambda: not _partition.program.load_wait_signals[warpgroup],
         f"warpgroup {warpgroup} to pass its ping-pong barrier",
     )
 
 
 def pingpong_signal(warpgroup, warpgroups, load_wait_warps):
     following = (warpgroup + 1) % warpgroups
-    _program.pingpong[following] += 1
-    if _program.pingpong[following] > 1:
+    _partition.program.pingpong[following] += 1
+    if _partition.program.pingpong[following] > 1:
         raise Failure("a warpgroup is signalled again that has not passed its ping-pong barrier")
 
 
 def named_barrier_arrive(number, threads):
-    arrived = _program.arrived[pipeline_barrier(number)]
+    arrived = _partition.program.arrived[pipeline_barrier(number)]
     if _partition.number in arrived:
         raise Failure(f"a partition arrives at barrier {int(number)} again before it is awaited")
     arrived.add(_partition.number)
     if len(arrived) > arrivals_of(threads):
         raise Failure("more arrivals at a barrier than it counts")
-    _program.partitions.wait(lambda: True, "to be resumed")
+    _partition.program.partitions.wait(lambda: True, "to be resumed")
 
 
 def named_barrier_wait(number, threads):
-    arrived = _program.arrived[pipeline_barrier(number)]
-    _program.partitions.wait(
+    arrived = _partition.program.arrived[pipeline_barrier(number)]
+    _partition.program.partitions.wait(
         lambda: len(arrived) == arrivals_of(threads), f"arrivals at {int(number)}"
     )
     arrived.clear()
@@ -365,6 +368,19 @@ def fence_async_shared():
     pass
 
 
+def wait_for_count(counter, count):
+    _partition.program.partitions.wait(
+        lambda: _load(counter) >= count, f"count {int(count)} of tile {int(counter.offset)}"
+    )
+
+
+def count_completed_stores(counter):
+    """Adds of a warp are complete when it has waited for its stores."""
+    tma_store_wait(0)
+    _store(counter, _load(counter) + 1)
+    _partition.program.partitions.wait(lambda: True, "to be resumed")
+
+
 def _init(barrier, count):
     barrier.count = barrier.pending = count
 
@@ -380,8 +396,8 @@ mbarrier = SimpleNamespace(
 
 def _allocate(dtype, shape, layout):
     if dtype == torch.int64:
-        _program.mbarriers += 1
-        array = f"mbarrier array {_program.mbarriers}"
+        _partition.program.mbarriers += 1
+        array = f"mbarrier array {_partition.program.mbarriers}"
         return Barriers(Barrier(f"{array}[{stage}]") for stage in range(shape[0]))
     return Buffer(torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype))
 
@@ -406,10 +422,18 @@ def _atomic_add(pointer, value, mask=True, sem=None):
 
 
 def _warp_specialize(partitions, warps, registers):
-    _program.partitions = Partitions(partitions)
-    _program.pingpong, _program.load_wait_signals = [0] * 3, [0] * 3
-    _program.arrived = [set() for _ in range(PIPELINE_BARRIERS)]
-    _program.partitions.join()
+    program = _partition.program
+    program.pingpong, program.load_wait_signals = [0] * 3, [0] * 3
+    program.arrived = [set() for _ in range(PIPELINE_BARRIERS)]
+    program.work += [(program, *entry) for entry in partitions]
+
+
+def _run_together(programs):
+    """Runs the partitions of programs at the same time."""
+    partitions = Partitions([entry for program in programs for entry in program.work])
+    for program in programs:
+        program.partitions = partitions
+    partitions.join()
 
 
 class Kernel:
@@ -423,11 +447,26 @@ class Kernel:
         return self.function(*arguments, **constants)
 
     def __getitem__(self, grid):
-        def launch(*arguments, num_warps, enable_fp_fusion, maxnreg=None, **constants):
+        def launch(
+            *arguments,
+            num_warps,
+            enable_fp_fusion,
+            maxnreg=None,
+            launch_cooperative_grid=False,
+            **constants,
+        ):
             arguments = [_argument(x) for x in arguments]
-            for number in range(grid[0]):
-                _program.__dict__.update(number=number, programs=grid[0], mbarriers=0)
+            programs = [
+                SimpleNamespace(number=number, programs=grid[0], mbarriers=0, work=[])
+                for number in range(grid[0])
+            ]
+            for program in programs:
+                _partition.program = program
                 _run(self.function, *arguments, **constants)
+                if program.work and not launch_cooperative_grid:
+                    _run_together([program])
+            if launch_cooperative_grid:
+                _run_together(programs)
 
         return launch
 
@@ -494,9 +533,9 @@ gl = SimpleNamespace(
     DotOperandLayout=lambda **_: None,
     DistributedLinearLayout=lambda *_: None,
     NVMMASharedLayout=SharedLayout,
-    program_id=lambda axis: torch.tensor(_program.number),
+    program_id=lambda axis: torch.tensor(_partition.program.number),
     num_warps=lambda: 4,
-    num_programs=lambda axis: _program.programs,
+    num_programs=lambda axis: _partition.program.programs,
     static_assert=_static_assert,
     static_range=range,
     warp_specialize=_warp_specialize,
