@@ -21,6 +21,19 @@ class KernelConfig(NamedTuple):
     dq_bytes: int = 0
 
 
+class OrderTimes(NamedTuple):
+    """Times with which order.py plans, in steps of 64 queries x 128 keys.
+
+    handover:  from one addition to a tile of dQ to the next
+    slack:     how much later than it is computed a tile may be added without delay
+    work_tile: from the last step of a work tile to the first of the next
+    """
+
+    handover: float
+    slack: float
+    work_tile: float
+
+
 # Configurations by queries of a tile, or keys where a row is of keys, and tile width (dims).
 # Shared memory, at most 227 KiB per CTA, bounds the stages. At 128 dims the forward kernel takes
 # 128 KiB for two stages of K and V and 64 KiB for two of Q. The kernel of dK and dV takes 96 KiB
@@ -114,6 +127,13 @@ MIN_FUSED_BLOCKS = {
     # 2026-11-27, 05:50: 0.94, of the fewest blocks that were measured, and 0.993 to 0.999.
     "H200": {64: 4.8, 128: 8.0},
 }
+# Whether deterministic calls add to dQ in a fixed order in the fused kernel, where it is used.
+ORDERED_SUMS = False
+# By tile width. Assumed, not measured: 2 us from one addition to the next, steps of 1.24 and 2.29
+# us, and half of the time until a buffer of dQ is needed again (two buffers, and one).
+ORDER_TIMES = {64: OrderTimes(1.6, 0.75, 1.0), 128: OrderTimes(0.875, 0.375, 2.0)}
+# Most blocks of all heads whose order is planned: 4 MiB of ordinals, some 3 s on the host.
+MAX_ORDINALS = 2**20
 GPU_OF_OTHER_NAMES = "H200"  # whose thresholds hold for GPUs that the table does not name
 # Tile widths of the fused kernel by whether there is dropout. Registers do not suffice for others.
 FUSED_WIDTHS = {False: (64, 128), True: (64,)}
