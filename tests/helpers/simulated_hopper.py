@@ -63,13 +63,14 @@ class Finder:
 
 @contextmanager
 def simulation(
-    bugs: Mapping[str, Sequence[Bug]] | None = None, ctas: int = CTAS
+    bugs: Mapping[str, Sequence[Bug]] | None = None, ctas: int = CTAS, ordered: bool = False
 ) -> Iterator[None]:
     """The backend with its kernels simulated.
 
     Args:
         bugs: Those to plant, by module of the backend.
         ctas: How many CTAs a launch has at most.
+        ordered: Whether deterministic calls have ordered sums of dQ.
     """
     finder = Finder(bugs or {})
     shared = simulated_score_mods()
@@ -96,7 +97,9 @@ def simulation(
         importlib.import_module(f"{PREFIX}passes")
         if missing := finder.bugs.keys() - finder.loaded:
             raise LookupError(f"no kernel imports {missing}")
-        vars(importlib.import_module(f"{PREFIX}configs")).update(MIN_FUSED_BLOCKS=ALWAYS_FUSED)
+        vars(importlib.import_module(f"{PREFIX}configs")).update(
+            MIN_FUSED_BLOCKS=ALWAYS_FUSED, ORDERED_SUMS=ordered
+        )
         hopper._passes.cache_clear()
         try:
             yield

@@ -77,6 +77,7 @@ class PreparedKernel:
         config: Pipeline stages and occupancy.
         outputs: Layouts of its outputs, None for outputs that are not computed.
         by_key: Whether its work tiles are block rows of keys, not of queries.
+        ordered: Whether CTAs wait for one another: all run at once, and the scheduler is static.
     """
 
     kernel: Any
@@ -84,6 +85,7 @@ class PreparedKernel:
     config: configs.KernelConfig
     outputs: tuple[OutputLayout | None, ...] = ()
     by_key: bool = False
+    ordered: bool = False
 
     def launch(self, call: Call, *tensors: Tensor | None) -> None:
         """Launches the kernel.
@@ -96,7 +98,7 @@ class PreparedKernel:
         plan = call.plan
         score_tensors = NO_SCORE_TENSORS if call.score_tensors is None else call.score_tensors.flat
         rows = computed_rows(plan.table, plan.spec, self.by_key)
-        work_counter = make_work_counter(rows, plan.spec)
+        work_counter = None if self.ordered else make_work_counter(rows, plan.spec)
         bias = call.bias
         bias_stride = None if bias is None else bias.stride(0) * (len(bias) > 1)
         seeds = (None, None) if plan.spec.dropout_p == 0 else _seed_words(call.seed)
@@ -146,6 +148,8 @@ class PreparedKernel:
         constants = {"SCORE": score, "QHEADS_PER_KVHEAD": group, "MASKED": masked}
         constants |= {"ROW_TOKENS": row_tokens, "COLUMN_TOKENS": column_tokens}
         constants |= config.constants | OPTIONS | max_registers(config.ctas_per_sm)
+        if self.ordered:
+            constants |= {"launch_cooperative_grid": True}
         names = self.kernel.arg_names[: len(tensors)]
         names = (*names, "key_lengths", "work_counter", *OF_SCORES)
         names = (*names, "bias_stride", "seed_low", "seed_high")

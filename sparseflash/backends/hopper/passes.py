@@ -8,7 +8,7 @@ There are two backward passes. By default the kernel of dQ runs over block rows 
 then the kernel of dK and dV over block rows of keys. Each recomputes P; the first also writes LSE
 and delta for the second (kernels/lse_delta.py). No CTA adds to memory that another CTA writes, so
 equal inputs give equal bits. The fused kernel runs over block rows of keys and adds to dQ in no
-fixed order; see select.uses_fused_backward.
+fixed order, or in that of order.py; see select.uses_fused_backward.
 """
 
 from collections.abc import Sequence
@@ -28,6 +28,7 @@ from sparseflash.backends.hopper.kernels.dq_accumulator import convert_dq_kernel
 from sparseflash.backends.hopper.kernels.forward import forward_kernel
 from sparseflash.backends.hopper.kernels.lse_delta import lse_delta_kernel
 from sparseflash.backends.hopper.launch import OPTIONS, WARPGROUP_TILE, PreparedKernel, TmaBox2D
+from sparseflash.backends.hopper.order import plan_order
 from sparseflash.backends.hopper.select import uses_fused_backward
 from sparseflash.backends.triton_common.launcher import Launch, launch_and_store
 from sparseflash.backends.triton_common.launcher import launch as launch_kernel
@@ -50,6 +51,7 @@ from sparseflash.dispatch.spec import AttentionSpec
 
 LSE_DELTA_BOX = TmaBox2D(WARPGROUP_M.value)
 NOTHING_MORE = (None, None)  # keys and values beside those of a call
+NO_ORDER = (None,) * 4  # of the sums of dQ
 DQ_COLUMNS = 256  # columns of the accumulator of dQ as a matrix: the most of a TMA box
 
 
@@ -169,12 +171,14 @@ def _fused(
     every = (True, True, True)
     given, new = _memory_of_gradients(call, slice(0, 3), every)
     inputs = (query, grad_out, key, value, *given)
-    prepared = prepare_once(call.plan, _prepare_fused, inputs, *new)
+    ordered = call.spec.deterministic
+    prepared = prepare_once(call.plan, _prepare_fused, inputs, *new, ordered)
     more = _more(call, key, value)
     found = empty_tensors(prepared.outputs, call.spec.device)
     grad_query, grad_key, grad_value = _or_given(found, call, slice(0, 3), every)
     inputs = (query, grad_out, lse_delta, key, value, *more, *NOTHING_MORE[len(more) :])
-    prepared.launch(call, *inputs, dq_accumulator, grad_key, grad_value)
+    order = _order_and_counters(call.plan) if ordered else NO_ORDER
+    prepared.launch(call, *inputs, dq_accumulator, grad_key, grad_value, *order)
     _convert_dq(dq_accumulator, call.spec.scale, grad_query)
     return grad_query, grad_key, grad_value
 
@@ -202,12 +206,31 @@ def _or_given(new: list[Any], call: Call, inputs: slice, needs: Sequence[bool]) 
 
 
 def _prepare_fused(spec: AttentionSpec, _: int, *inputs_and_new: Any) -> PreparedKernel:
-    query, _grad_out, key, value, *_given, new_query, new_key, new_value = inputs_and_new
+    query, _grad_out, key, value, *_given, new_query, new_key, new_value, ordered = inputs_and_new
     tile = WARPGROUP_TILE
-    access = (tile, tile, LSE_DELTA_BOX, *[tile] * 4, _dq_box(spec), tile, tile)
+    access = (tile, tile, LSE_DELTA_BOX, *[tile] * 4, _dq_box(spec), tile, tile, *NO_ORDER)
     outputs = _new_outputs((query, new_query), (key, new_key), (value, new_value))
     config = configs.FUSED_CONFIGS[configs.tile_width(spec.head_dim)]
-    return PreparedKernel(backward_fused_kernel, access, config, outputs, by_key=True)
+    return PreparedKernel(
+        backward_fused_kernel, access, config, outputs, by_key=True, ordered=ordered
+    )
+
+
+def _order_and_counters(plan: Plan) -> tuple[Tensor, ...]:
+    """The order of the sums of dQ, planned once, and new counters of tiles of dQ."""
+    spec, table = plan.spec, plan.table
+    order = plan.cache.get(plan_order)
+    if order is None:
+        config = configs.FUSED_CONFIGS[configs.tile_width(spec.head_dim)]
+        ctas = config.ctas_per_sm * launch.multiprocessors(spec.device)
+        num_bh = spec.batch * spec.kv_heads
+        group = launch.heads_per_group_of(
+            spec, table.by_key, num_bh, ctas, config.dq_bytes, by_key=True
+        )
+        order = plan.cache[plan_order] = plan_order(table, spec, ctas, group)
+    rows = spec.batch * spec.heads * table.by_query.num_rows
+    tiles = rows * (table.block_size[0] // WARPGROUP_M.value)
+    return *order, torch.zeros(tiles, dtype=torch.int32, device=spec.device)
 
 
 def _dq_box(spec: AttentionSpec) -> TmaBox2D:

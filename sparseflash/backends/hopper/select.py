@@ -149,13 +149,16 @@ def describe(
     if call.plan.forward is not None and call.plan.forward.table.block_size != tile:
         notes["tiles of the forward pass"] = f"{call.plan.forward.table.block_size}"
     if uses_fused_backward(call.table, spec):
-        notes["backward"] = "one kernel, which adds to the gradient of query in no fixed order"
+        order = "a" if spec.deterministic else "no"
+        notes["backward"] = (
+            f"one kernel, which adds to the gradient of query in {order} fixed order"
+        )
     return notes
 
 
 def uses_fused_backward(table: LookupTable, spec: AttentionSpec) -> bool:
     """Whether the fused kernel runs if the gradients of query, key and value are all needed."""
-    if spec.deterministic:
+    if spec.deterministic and not has_order(table, spec):
         return False
     widths = configs.FUSED_WIDTHS[spec.dropout_p > 0]
     width = configs.tile_width(spec.head_dim)
@@ -168,6 +171,18 @@ def uses_fused_backward(table: LookupTable, spec: AttentionSpec) -> bool:
     blocks = table.by_key.mean_blocks
     least = configs.MIN_FUSED_BLOCKS[_gpu(table.device)][width]
     return blocks is not None and blocks >= least
+
+
+def has_order(table: LookupTable, spec: AttentionSpec) -> bool:
+    """Whether the fused kernel can add to dQ in an order that the host plans; see order.py.
+
+    Rows of keys past a key length have no steps, and CTAs that other kernels delay would delay
+    those that wait for them.
+    """
+    if not configs.ORDERED_SUMS or spec.has_key_lengths or spec.shares_device:
+        return False
+    blocks, masks = table.by_key.total_blocks, table.by_key.row_ptr.shape[0]
+    return blocks is not None and blocks * spec.batch * spec.heads <= configs.MAX_ORDINALS * masks
 
 
 @cache

@@ -103,6 +103,42 @@ def where_bit(word, bit, matrix):
     )
 
 
+@gluon.jit
+def wait_for_count(counter, count):
+    """Waits, in one warp, until a counter in global memory is at least `count`.
+
+    TMA reductions that the warp issues afterwards come after all that CTAs had completed when they
+    counted.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred below; poll: ld.acquire.gpu.global.b32 $0, [$1];"
+        " setp.lt.s32 below, $0, $2; @below bra poll; fence.proxy.async; }",
+        "=r,l,r",
+        [counter.to(gl.int64, bitcast=True), count],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def count_completed_stores(counter):
+    """Waits until all TMA stores and reductions of a warp are complete, and adds 1 to a counter.
+
+    tma_store_wait waits only until they have read shared memory.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .b32 lane; cp.async.bulk.wait_group 0; fence.proxy.async;"
+        " bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0;"
+        " @first red.release.gpu.global.add.u32 [$1], 1; mov.u32 $0, lane; }",
+        "=r,l",
+        [counter.to(gl.int64, bitcast=True)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @gluon.constexpr_function
 def _widening(dtype):
     if dtype == gl.bfloat16:

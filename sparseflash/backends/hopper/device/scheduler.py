@@ -56,13 +56,18 @@ def make_work_queue(CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def next_work_id(params, work_id):
+def next_work_id(params, work_id, next_of_work=None):
     """The work tile of this CTA after `work_id`; the first one is the index of the CTA.
 
     The scheduler is static if all rows take about the same time: CTAs stride over the work tiles.
-    Otherwise it is dynamic: each CTA takes the next work tile from an atomic counter.
+    Otherwise it is dynamic: each CTA takes the next work tile from an atomic counter. If sums of
+    dQ are ordered, the work tiles of each CTA are listed.
+
+    next_of_work: for each work tile the next one of the same CTA, or None
     """
     next_work = work_id + gl.num_programs(0)
+    if next_of_work is not None:
+        next_work = gl.load(next_of_work + work_id)
     if params.work_counter is not None:
         if params.dropout.threshold is None:
             next_work = gl.num_programs(0) + gl.atomic_add(params.work_counter, 1, sem="relaxed")

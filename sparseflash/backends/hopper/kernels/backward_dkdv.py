@@ -154,11 +154,12 @@ def specialize_warps(queries, grad_outs, lse_delta, keys, values, grad_keys, gra
 @gluon.jit
 def producer(queries, grad_outs, lse_delta, keys, values, more_keys, more_values, grad_keys,
              pipelines, params, QHEADS_PER_KVHEAD: gl.constexpr, STAGES: gl.constexpr,
-             KEY_STAGES: gl.constexpr):  # fmt: skip
+             KEY_STAGES: gl.constexpr, next_of_work=None):  # fmt: skip
     """Loads the tiles that consumers read, as far ahead as the pipelines allow.
 
     more_keys, more_values: None in the kernel of dK and dV, which needs no zeros past key lengths;
         else as in load_key_value_tile
+    next_of_work: as in next_work_id
     """
     query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers = pipelines
     state = PipelineState(0, 1)
@@ -166,7 +167,7 @@ def producer(queries, grad_outs, lse_delta, keys, values, more_keys, more_values
     work_state = PipelineState(0, 1)
     work_id = gl.program_id(0)
     while work_id < params.sizes.num_work_tiles:
-        next_work = next_work_id(params, work_id)
+        next_work = next_work_id(params, work_id, next_of_work)
         batch, kv_head, row = decode_work_id(params, work_id, QHEADS_PER_KVHEAD)
         # One queue entry for each query head, because heads may have different masks.
         for i in range(QHEADS_PER_KVHEAD):

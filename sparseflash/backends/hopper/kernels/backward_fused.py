@@ -16,7 +16,11 @@ dQ, each half of the dims:
 S^T = K Q^T and dP^T = V dO^T give P^T and dS^T, the left operands of dV += P^T dO and dK += dS^T
 Q. dS also goes through shared memory: dQ = dS K sums over the keys of both warpgroups. It is added
 to dQ in global memory, to which the CTAs of other keys add too. The order of those sums, and with
-it the last bits of dQ, differs from run to run.
+it the last bits of dQ, differs from run to run, unless sums are ordered: then a warp of its own
+adds each tile (two beside a dQ warpgroup, one for each buffer), after the tiles of other keys that
+come before it.
+
+    dQ adder      | wait for ordinal i, dQ_i in shared memory | add dQ_i | count ordinal i | ...
 
 dK of a tile, and dQ too where there is no dQ warpgroup, is computed during the next tile, beside
 S^T and dV. So products run while P and dS are computed. No product may be in flight from one
@@ -35,6 +39,7 @@ from sparseflash.backends.hopper.device.budgets import (
 from sparseflash.backends.hopper.device.dropout import transposed_keep_bits
 from sparseflash.backends.hopper.device.gluon_compat import (
     copy_registers,
+    count_completed_stores,
     fence_async_shared,
     gl,
     gluon,
@@ -44,6 +49,7 @@ from sparseflash.backends.hopper.device.gluon_compat import (
     tma_store,
     tma_store_wait,
     to_float32,
+    wait_for_count,
     warpgroup_mma,
     warpgroup_mma_wait,
     where_bit,
@@ -110,11 +116,35 @@ class DsExchange(NamedTuple):
     empty_barriers: gl.shared_memory_descriptor
 
 
+class Order(NamedTuple):
+    """The order of the sums of dQ, see hopper.order; all None if there is none.
+
+    next_of_work:   next work tile of the same CTA
+    first_ordinals: for each (batch, head, block row of keys), where its ordinals start
+    ordinals:       for each block of a row, in the order of computation, how many blocks of the
+        same queries are added before it
+    counters:       for each tile of dQ, how many blocks have been added
+    """
+
+    next_of_work: gl.tensor
+    first_ordinals: gl.tensor
+    ordinals: gl.tensor
+    counters: gl.tensor
+
+
+class DqHandover(NamedTuple):
+    """Barriers of the buffers of dQ through which the dQ adder gets tiles; None without one."""
+
+    full_barriers: gl.shared_memory_descriptor
+    empty_barriers: gl.shared_memory_descriptor
+
+
 class Pipelines(NamedTuple):
     """All buffers of a CTA.
 
     dq_buffers:   float32, sources of TMA reductions to dQ: two of the dQ warpgroup, or one of each
         warpgroup
+    dq_handover:  barriers of dq_buffers, one of each kind for each buffer
     grad_buffers: one for each warpgroup, from which dV and dK are stored
     """
 
@@ -125,6 +155,7 @@ class Pipelines(NamedTuple):
     lse_delta_buffers: gl.shared_memory_descriptor
     ds_exchange: DsExchange
     dq_buffers: gl.shared_memory_descriptor
+    dq_handover: DqHandover
     grad_buffers: gl.shared_memory_descriptor
 
 
@@ -141,10 +172,10 @@ class TileStates(NamedTuple):
     kv_buffer: gl.tensor
 
 
-@gluon.jit(**unspecialized_arguments())
+@gluon.jit(**unspecialized_arguments("next_of_work", "first_ordinals", "ordinals", "counters"))
 def backward_fused_kernel(
     queries, grad_outs, lse_delta, keys, values, more_keys, more_values, dq_accumulator, grad_keys,
-    grad_values,
+    grad_values, next_of_work, first_ordinals, ordinals, counters,
     row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles, head_to_mask,
     key_lengths, work_counter,
     heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group, mask_batch_stride,
@@ -174,7 +205,8 @@ def backward_fused_kernel(
     dq_buffers = gl.allocate_shared_memory(gl.float32, dq_shape, dq_accumulator.layout)
     pipelines = Pipelines(
         query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers,
-        ds_exchange, dq_buffers, make_grad_buffers(grad_keys, dq_buffers, DQ_WARPGROUP),
+        ds_exchange, dq_buffers, make_dq_handover(counters),
+        make_grad_buffers(grad_keys, dq_buffers, DQ_WARPGROUP),
     )  # fmt: skip
     load_pipelines = (
         query_pipeline,
@@ -183,7 +215,9 @@ def backward_fused_kernel(
         value_pipeline,
         lse_delta_buffers,
     )
-    work_queue = make_work_queue(3 if DQ_WARPGROUP else 2)
+    ORDERED: gl.constexpr = counters is not None
+    ADDERS: gl.constexpr = (2 if DQ_WARPGROUP else 1) if ORDERED else 0
+    work_queue = make_work_queue((3 if DQ_WARPGROUP else 2) + ADDERS)
     dropout = Dropout(seed_low, seed_high, threshold, keep_scale)
     fence_async_shared()
     specialize_warps(
@@ -193,17 +227,27 @@ def backward_fused_kernel(
                scale_log2, dropout, ScoreParams(softcap, bias, bias_stride,
                            ScorePointers(score_floats, score_integers, score_layout)), SCORE,
                has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
-        QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, DQ_WARPGROUP,
+        Order(next_of_work, first_ordinals, ordinals, counters), QHEADS_PER_KVHEAD, MASKED, STAGES,
+        KEY_STAGES, DQ_WARPGROUP,
     )  # fmt: skip
 
 
 @gluon.jit
 def specialize_warps(queries, grad_outs, lse_delta, keys, values, more_keys, more_values,
                      dq_accumulator, grad_keys, grad_values, pipelines, load_pipelines, params,
-                     QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
-                     KEY_STAGES: gl.constexpr, DQ_WARPGROUP: gl.constexpr):  # fmt: skip
-    """Starts two consumers, the dQ warpgroup if there is one, and the producer in one warp."""
-    if DQ_WARPGROUP:
+                     order, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
+                     STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
+                     DQ_WARPGROUP: gl.constexpr):  # fmt: skip
+    """Starts two consumers, and the dQ warpgroup if there is one; the producer and, if sums are
+    ordered, the dQ adder, in one warp each.
+    """
+    if order.counters is not None:
+        specialize_warps_in_order(
+            queries, grad_outs, lse_delta, keys, values, more_keys, more_values, dq_accumulator,
+            grad_keys, grad_values, pipelines, load_pipelines, params, order, QHEADS_PER_KVHEAD,
+            MASKED, STAGES, KEY_STAGES, DQ_WARPGROUP,
+        )  # fmt: skip
+    elif DQ_WARPGROUP:
         gl.warp_specialize(
             [
                 (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 0,
@@ -232,6 +276,62 @@ def specialize_warps(queries, grad_outs, lse_delta, keys, values, more_keys, mor
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
+
+
+@gluon.jit
+def specialize_warps_in_order(queries, grad_outs, lse_delta, keys, values, more_keys, more_values,
+                              dq_accumulator, grad_keys, grad_values, pipelines, load_pipelines,
+                              params, order, QHEADS_PER_KVHEAD: gl.constexpr,
+                              MASKED: gl.constexpr, STAGES: gl.constexpr,
+                              KEY_STAGES: gl.constexpr, DQ_WARPGROUP: gl.constexpr):  # fmt: skip
+    """specialize_warps with dQ adders, whose registers are those of the producer's padding.
+
+    There are two beside a dQ warpgroup, one for each buffer: there an addition takes longer than a
+    step.
+    """
+    if DQ_WARPGROUP:
+        gl.warp_specialize(
+            [
+                (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 0,
+                            QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, True)),
+                (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 1,
+                            QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, True)),
+                (dq_warpgroup, (dq_accumulator, pipelines, params, QHEADS_PER_KVHEAD, KEY_STAGES)),
+                (producer, (queries, grad_outs, lse_delta, keys, values, more_keys, more_values,
+                            grad_keys, load_pipelines, params, QHEADS_PER_KVHEAD, STAGES,
+                            KEY_STAGES, order.next_of_work)),
+                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 0)),
+                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 1)),
+            ],
+            [4, 4, 1, 1, 1],
+            [CONSUMER_REGISTERS_BESIDE_DQ, DQ_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
+             PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 0,
+                            QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, False)),
+                (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 1,
+                            QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, False)),
+                (producer, (queries, grad_outs, lse_delta, keys, values, more_keys, more_values,
+                            grad_keys, load_pipelines, params, QHEADS_PER_KVHEAD, STAGES,
+                            KEY_STAGES, order.next_of_work)),
+                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, None)),
+            ],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+
+
+@gluon.jit
+def make_dq_handover(counters):
+    """Barriers of both buffers of dQ if sums are ordered."""
+    barriers = None, None
+    if counters is not None:
+        barriers = make_mbarriers(2, 1), make_mbarriers(2, 1)
+    full_barriers, empty_barriers = barriers
+    return DqHandover(full_barriers, empty_barriers)
 
 
 @gluon.jit
@@ -310,6 +410,8 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
                 consumer_release(pipelines.key_pipeline, buffer_state)
         consumer_release(pipelines.value_pipeline, kv_state)
         key_state = advance(key_state, KEY_STAGES)
+        if not DQ_WARPGROUP:
+            wait_for_dq_adder(pipelines, WARPGROUP, states.ds.stage ^ 1)
         dk = dk * (params.scale_log2 * LN2)
         if params.dropout.threshold is not None:
             dv = dv * params.dropout.keep_scale
@@ -381,12 +483,13 @@ def mainloop(dk, dv, states, kv_operands, dq_accumulator, pipelines, params, blo
     else:
         dq = issue_dq_mma(pipelines, states, WARPGROUP)
         tma_store_wait(0)
+        wait_for_dq_adder(pipelines, WARPGROUP, states.ds.stage ^ 1)
         dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
         dq_buffer = pipelines.dq_buffers.index(WARPGROUP)
         store_to_shared(dq_buffer, dq)
         fence_async_shared()
         last_tile = first_tile + block * TILES_PER_BLOCK + (TILES_PER_BLOCK - 1)
-        reduce_add(dq_accumulator, dq_buffer, last_tile * 2 + WARPGROUP)
+        add_or_hand_over(dq_accumulator, pipelines, WARPGROUP, last_tile * 2 + WARPGROUP)
     consumer_release(pipelines.query_pipeline, states.query)
     return dk, dv, advance_states(states, STAGES)
 
@@ -444,6 +547,7 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
     # The buffer of dQ is written below, so its previous TMA reduction must have completed.
     if prev_dq_tile is not None:
         tma_store_wait(0)
+        wait_for_dq_adder(pipelines, WARPGROUP, prev_states.ds.stage ^ 1)
     if DQ_WARPGROUP:
         # The dQ warpgroup must have read the previous dS of the buffer that is written below.
         ds_empty = pipelines.ds_exchange.empty_barriers.index(states.ds.stage)
@@ -483,7 +587,7 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
     fence_async_shared()
     mbarrier.arrive(pipelines.ds_exchange.full_barriers.index(ds_buffer), count=1)
     if prev_dq_tile is not None:
-        reduce_add(dq_accumulator, dq_buffer, prev_dq_tile * 2 + WARPGROUP)
+        add_or_hand_over(dq_accumulator, pipelines, WARPGROUP, prev_dq_tile * 2 + WARPGROUP)
     if prev_states is not None:
         consumer_release(pipelines.query_pipeline, prev_states.query)
     consumer_release(pipelines.grad_out_pipeline, state)
@@ -586,10 +690,84 @@ def add_one_tile(dq_accumulator, pipelines, ds_state, kv_buffer, tile):
     # There are as many buffers of dQ as stages of dS. The TMA reduction from this one, two tiles
     # ago, must have read it.
     tma_store_wait(DS_STAGES - 1)
+    wait_for_dq_adder(pipelines, ds_state.stage, ds_state.phase ^ 1)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     dq_buffer = pipelines.dq_buffers.index(ds_state.stage)
     store_to_shared(dq_buffer, dq)
     fence_async_shared()
     # Triton synchronises the warps here, each of which must have read dS.
     mbarrier.arrive(ds_exchange.empty_barriers.index(ds_state.stage), count=1)
-    reduce_add(dq_accumulator, dq_buffer, tile)
+    add_or_hand_over(dq_accumulator, pipelines, ds_state.stage, tile)
+
+
+@gluon.jit
+def wait_for_dq_adder(pipelines, index, phase):
+    """Waits until the dQ adder, if there is one, has read what was in a buffer of dQ.
+
+    Without a dQ warpgroup a buffer is used once for each tile, whose number is odd or even as the
+    stage of its dS is.
+    """
+    if pipelines.dq_handover.empty_barriers is not None:
+        mbarrier.wait(pipelines.dq_handover.empty_barriers.index(index), phase)
+
+
+@gluon.jit
+def add_or_hand_over(dq_accumulator, pipelines, index, box):
+    """Adds a buffer to dQ, or signals the dQ adder that it is full; after a fence."""
+    if pipelines.dq_handover.full_barriers is None:
+        reduce_add(dq_accumulator, pipelines.dq_buffers.index(index), box)
+    else:
+        mbarrier.arrive(pipelines.dq_handover.full_barriers.index(index), count=1)
+
+
+@gluon.jit
+def dq_adder(dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD: gl.constexpr,
+             BUFFER: gl.constexpr):  # fmt: skip
+    """Adds the tiles of dQ of each work tile, each when its ordinal is reached, in one warp.
+
+    BUFFER: the buffer whose tiles it adds, or None if both buffers hold halves of every tile
+    """
+    state = PipelineState(0, 0)
+    work_state = PipelineState(0, 0)
+    work, work_state = receive_work(params, work_state)
+    while work.row >= 0:
+        batch, kv_head, row = work.batch, work.head, work.row
+        for i_head in range(QHEADS_PER_KVHEAD):
+            bh = batch * params.sizes.heads + kv_head * QHEADS_PER_KVHEAD + i_head
+            first_tile = first_tile_of_head(bh, params)
+            first_ordinal = gl.load(order.first_ordinals + bh * params.sizes.num_rows + row)
+            n_tiles = (work.blocks.n_partial + work.blocks.n_full) * TILES_PER_BLOCK
+            for i in range(n_tiles):
+                block = block_index(params, work.blocks, i // TILES_PER_BLOCK)
+                ordinal = gl.load(order.ordinals + first_ordinal + i // TILES_PER_BLOCK)
+                tile = first_tile + block * TILES_PER_BLOCK + i % TILES_PER_BLOCK
+                if BUFFER is None:
+                    wait_for_count(order.counters + tile, ordinal)
+                    for warpgroup in gl.static_range(2):
+                        box = tile * 2 + warpgroup
+                        add_full_buffer(dq_accumulator, pipelines, warpgroup, state.phase, box)
+                    tma_store_wait(0)
+                    for warpgroup in gl.static_range(2):
+                        release_dq_buffer(pipelines, warpgroup)
+                    count_completed_stores(order.counters + tile)
+                    state = advance(state, 1)
+                else:
+                    if state.stage == BUFFER:
+                        wait_for_count(order.counters + tile, ordinal)
+                        add_full_buffer(dq_accumulator, pipelines, BUFFER, state.phase, tile)
+                        tma_store_wait(0)
+                        release_dq_buffer(pipelines, BUFFER)
+                        count_completed_stores(order.counters + tile)
+                    state = advance(state, DS_STAGES)
+            work, work_state = receive_work(params, work_state)
+
+
+@gluon.jit
+def add_full_buffer(dq_accumulator, pipelines, index, phase, box):
+    mbarrier.wait(pipelines.dq_handover.full_barriers.index(index), phase)
+    reduce_add(dq_accumulator, pipelines.dq_buffers.index(index), box)
+
+
+@gluon.jit
+def release_dq_buffer(pipelines, index):
+    mbarrier.arrive(pipelines.dq_handover.empty_barriers.index(index), count=1)

@@ -1,0 +1,228 @@
+"""Ordered sums of dQ: the plan on the host, and the simulated kernel that adds in its order."""
+
+from dataclasses import replace
+from itertools import chain
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import masks
+from sparseflash.backends import hopper
+from sparseflash.backends.hopper import configs, launch
+from sparseflash.backends.hopper.order import plan_order
+from sparseflash.backends.hopper.select import uses_fused_backward
+from sparseflash.testing import make_inputs
+from tests.helpers import simulated_gluon
+from tests.helpers.calls import ALWAYS_FUSED, call_on, spec_of
+from tests.helpers.planted_bugs import Argument, Call, Drop
+from tests.helpers.simulated_hopper import check, simulation
+
+FUSED = "kernels.backward_fused"
+PATTERNS = {
+    "full": masks.full(),
+    "causal": masks.causal(align="top-left"),
+    "blocks": masks.random(0.5),
+    "long row": masks.pattern(lambda q, k: (q // 128 == 2) | (k < 100)),
+    "nothing": masks.global_tokens(1) - masks.full(),
+}
+CTAS = 3
+NEEDS = (True, True, True, False, False, False)
+
+
+def planned(pattern, lengths, heads, kv_heads, batch=1, ctas=CTAS):
+    """(spec, table, order, heads in a group)"""
+    query, key, _, _ = make_inputs(batch, heads, *lengths, 64, kv_heads=kv_heads)
+    mask = pattern(lengths, 128)
+    spec = spec_of(query, key, mask)
+    table = mask.table("cpu").for_groups(spec.mask_group)
+    num_bh = batch * kv_heads
+    group = launch.heads_per_group_of(spec, table.by_key, num_bh, ctas, 4, by_key=True)
+    return spec, table, plan_order(table, spec, ctas, group), group
+
+
+def steps_of_ctas(spec, table, order, group, ctas):
+    """For each CTA the ((query head, column of queries), ordinal) of its blocks in order."""
+    lists, heads_of_key = table.by_key, spec.heads // spec.kv_heads
+    num_rows, num_bh = lists.num_rows, spec.batch * spec.kv_heads
+    works = [
+        (kv_bh, index)
+        for first in range(0, num_bh, group)
+        for index in range(num_rows)
+        for kv_bh in range(first, min(first + group, num_bh))
+    ]
+    found = []
+    for cta in range(min(ctas, len(works))):
+        steps, work = [], cta
+        while work < len(works):
+            kv_bh, index = works[work]
+            batch, kv_head = divmod(kv_bh, spec.kv_heads)
+            of_heads = table.head_to_mask[batch % len(table.head_to_mask)]
+            mask = int(of_heads[kv_head * heads_of_key % len(of_heads)])
+            row = int(lists.schedule[mask, index])
+            for head in range(kv_head * heads_of_key, (kv_head + 1) * heads_of_key):
+                mask, bh = int(of_heads[head % len(of_heads)]), batch * spec.heads + head
+                full, n_full, partial, n_partial = lists.row_ptr[mask, row].tolist()
+                columns = [*lists.partial_index[partial : partial + n_partial].tolist()]
+                columns += lists.full_index[full : full + n_full].tolist()
+                first = int(order.first_ordinals[bh, row])
+                ordinals = order.ordinals[first : first + len(columns)].tolist()
+                steps += zip([(bh, column) for column in columns], ordinals, strict=True)
+            work = int(order.next_of_work[work])
+        found.append(steps)
+    return found
+
+
+PLANS = {
+    **{name: (pattern, (500, 900), 2, 2, 1) for name, pattern in PATTERNS.items()},
+    "a group": (masks.random(0.3), (2000, 1500), 6, 2, 2),
+    "masks of heads": (masks.stack([masks.causal(), masks.random(0.4)]), (1300, 1300), 4, 2, 2),
+    "butterfly": (masks.butterfly(), (4096, 4096), 2, 2, 2),
+}
+
+
+@pytest.mark.parametrize("ctas", [1, 3, 20])
+@pytest.mark.parametrize("name", PLANS)
+def test_every_block_has_an_ordinal_and_no_cta_waits_for_ever(name, ctas):
+    queues = steps_of_ctas(*planned(*PLANS[name], ctas=ctas), ctas)
+    ordinals = {}
+    for queries, ordinal in chain(*queues):
+        ordinals.setdefault(queries, []).append(ordinal)
+    assert all(sorted(of_queries) == [*range(len(of_queries))] for of_queries in ordinals.values())
+    counts, progress = dict.fromkeys(ordinals, 0), True
+    while progress:
+        progress = False
+        for queue in queues:
+            while queue and counts[queue[0][0]] == queue[0][1]:
+                counts[queue.pop(0)[0]] += 1
+                progress = True
+    assert not any(queues)
+
+
+def test_the_plan_depends_on_what_ctas_reach_first():
+    """Rows of a full mask begin together; the last of them, of another wave, is added last."""
+    _, _, order, _ = planned(masks.full(), (512, 512), 1, 1, ctas=3)
+    assert order.next_of_work.tolist() == [3, 4, 4, 4]
+    assert order.ordinals.view(4, 4)[:, 0].tolist() == [0, 1, 2, 3]
+    _, _, order, _ = planned(masks.full(), (512, 512), 1, 1, ctas=1)
+    assert order.next_of_work.tolist() == [1, 2, 3, 4]
+
+
+def test_which_calls_have_ordered_sums(monkeypatch):
+    monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", ALWAYS_FUSED)
+    query, key, _, _ = make_inputs(1, 2, 512, 512, 64, dtype=torch.bfloat16)
+    mask = masks.full()((512, 512), 128)
+    spec, table = spec_of(query, key, mask), mask.table("cpu")
+    assert not uses_fused_backward(table, spec)
+    monkeypatch.setattr(configs, "ORDERED_SUMS", True)
+    assert uses_fused_backward(table, spec)
+    for change in ({"has_key_lengths": True}, {"shares_device": True}, {"head_dim": 256}):
+        assert not uses_fused_backward(table, replace(spec, **change))
+    monkeypatch.setattr(configs, "MAX_ORDINALS", 31)
+    assert not uses_fused_backward(table, spec)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options"),
+    [(64, {}), (128, {}), (64, {"lengths": (193, 700), "dropout_p": 0.3}), (96, {"kv_heads": 2})],
+)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_ordered_sums_are_right(name, head_dim, options):
+    with simulation(ordered=True, ctas=CTAS):
+        check(PATTERNS[name], head_dim, **options)
+
+
+def gradients(head_dim, order, mask, pattern_inputs, bugs=None, deterministic=True):
+    """(the gradients, the CTAs that add to each box of dQ, in their order)"""
+    query, key, value, grad_out = pattern_inputs
+    added, reduce = {}, simulated_gluon.tma_reduce_add
+
+    def recorded(descriptor, start, buffer):
+        added.setdefault(int(start[0]), []).append(simulated_gluon._partition.program.number)
+        reduce(descriptor, start, buffer)
+
+    with (
+        patch.object(simulated_gluon, "ORDER", order),
+        patch.object(simulated_gluon, "tma_reduce_add", recorded),
+        simulation(bugs, ctas=CTAS, ordered=True),
+    ):
+        call = call_on(hopper, query, key, mask, value, deterministic=deterministic)
+        out, lse = call.forward(query, key, value)
+        found = call.backward(grad_out, None, (query, key, value, out, lse), NEEDS)[:3]
+    return found, added
+
+
+def inputs(lengths, head_dim, heads=4, kv_heads=2):
+    return make_inputs(1, heads, *lengths, head_dim, kv_heads=kv_heads, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["full", "causal", "blocks"])
+def test_ctas_add_in_the_planned_order_whatever_runs_first(name, head_dim):
+    lengths = (500, 900)
+    tensors, mask = inputs(lengths, head_dim), PATTERNS[name](lengths, 128)
+    runs = [gradients(head_dim, order, mask, tensors) for order in (None, min, max)]
+    (expected, added), *others = runs
+    for found, others_added in others:
+        assert all(map(torch.equal, expected, found))
+        assert added == others_added
+    spec = spec_of(*tensors[:2], mask)
+    table = mask.table("cpu").for_groups(spec.mask_group)
+    group = launch.heads_per_group_of(spec, table.by_key, 2, CTAS, 4, by_key=True)
+    order = plan_order(table, spec, CTAS, group)
+    ctas = {}
+    for cta, steps in enumerate(steps_of_ctas(spec, table, order, group, CTAS)):
+        for queries, ordinal in steps:
+            ctas.setdefault(queries, {})[ordinal] = cta
+    boxes = 2 if head_dim == 64 else 4  # of each block of queries
+    size = 64 * head_dim // 256 // (boxes // 2)
+    columns = table.by_query.num_rows
+    for start, by in added.items():
+        queries = divmod(start // size // boxes, columns)
+        assert by == [ctas[queries][ordinal] for ordinal in range(len(by))]
+    assert len(added) == len(ctas) * boxes
+
+
+def test_without_ordinals_the_bits_depend_on_what_runs_first():
+    tensors, mask = inputs((500, 900), 64), PATTERNS["full"]((500, 900), 128)
+    bugs = {FUSED: (*[Drop(Call("dq_adder", "wait_for_count", nth=0))] * 2,)}
+    (first, _), (last, _) = (gradients(64, order, mask, tensors, bugs) for order in (min, max))
+    assert not torch.equal(first[0], last[0])
+
+
+DEADLOCK = "deadlock"
+ANY = "deadlock|NaN|largest absolute error|more arrivals"  # also which phases barriers are in
+BUGS = {
+    "the dQ adder is not signalled": (DEADLOCK, Drop(Call("add_or_hand_over", "arrive"))),
+    "an ordinal is not counted": (
+        DEADLOCK,
+        *[Drop(Call("dq_adder", "count_completed_stores", nth=0))] * 2,
+    ),
+    "buffers of dQ are not released": (DEADLOCK, Drop(Call("release_dq_buffer", "arrive"))),
+    "a buffer of dQ is added before it is full": (
+        ANY,
+        Drop(Call("add_full_buffer", "wait", "full_barriers")),
+    ),
+    "a buffer of dQ is overwritten before it is read": (
+        ANY,
+        Drop(Call("wait_for_dq_adder", "wait")),
+    ),
+    "the ordinal of the next block": (
+        DEADLOCK,
+        Argument(Call("dq_adder", "wait_for_count", nth=0), 1, "ordinal + 1"),
+        Argument(Call("dq_adder", "wait_for_count", nth=1), 1, "ordinal + 1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", BUGS)
+def test_bugs_of_the_dq_adder_are_found(name, head_dim):
+    found, *bugs = BUGS[name]
+    with (
+        # The dQ adders run first, or last.
+        patch.object(simulated_gluon, "ORDER", max if "before it is full" in name else min),
+        simulation({FUSED: bugs}, ctas=CTAS, ordered=True),
+        pytest.raises((simulated_gluon.Failure, AssertionError), match=found),
+    ):
+        check(PATTERNS["full"], head_dim, lengths=(500, 400))
