@@ -30,7 +30,7 @@ from sparseflash.backends.hopper.kernels.lse_delta import lse_delta_kernel
 from sparseflash.backends.hopper.launch import OPTIONS, WARPGROUP_TILE, PreparedKernel, TmaBox2D
 from sparseflash.backends.hopper.order import plan_order
 from sparseflash.backends.hopper.select import uses_fused_backward
-from sparseflash.backends.triton_common.launcher import Launch, launch_and_store
+from sparseflash.backends.triton_common.launcher import Launch, is_compile_only, launch_and_store
 from sparseflash.backends.triton_common.launcher import launch as launch_kernel
 from sparseflash.backends.triton_common.relaunch import try_relaunch
 from sparseflash.dispatch.call import (
@@ -219,6 +219,11 @@ def _prepare_fused(spec: AttentionSpec, _: int, *inputs_and_new: Any) -> Prepare
 def _order_and_counters(plan: Plan) -> tuple[Tensor, ...]:
     """The order of the sums of dQ, planned once, and new counters of tiles of dQ."""
     spec, table = plan.spec, plan.table
+    rows = spec.batch * spec.heads * table.by_query.num_rows
+    tiles = rows * (table.block_size[0] // WARPGROUP_M.value)
+    counters = torch.zeros(tiles, dtype=torch.int32, device=spec.device)
+    if is_compile_only():  # nothing is read, and the table may be of another mask
+        return counters, counters, counters, counters
     order = plan.cache.get(plan_order)
     if order is None:
         config = configs.FUSED_CONFIGS[configs.tile_width(spec.head_dim)]
@@ -228,9 +233,7 @@ def _order_and_counters(plan: Plan) -> tuple[Tensor, ...]:
             spec, table.by_key, num_bh, ctas, config.dq_bytes, by_key=True
         )
         order = plan.cache[plan_order] = plan_order(table, spec, ctas, group)
-    rows = spec.batch * spec.heads * table.by_query.num_rows
-    tiles = rows * (table.block_size[0] // WARPGROUP_M.value)
-    return *order, torch.zeros(tiles, dtype=torch.int32, device=spec.device)
+    return *order, counters
 
 
 def _dq_box(spec: AttentionSpec) -> TmaBox2D:

@@ -176,6 +176,11 @@ _COMPILATION: ContextVar[_Compilation | _Descriptions | None]
 _COMPILATION = ContextVar("compilation", default=None)
 
 
+def is_compile_only() -> bool:
+    """Whether launches start no kernel here, as in compile_only."""
+    return _COMPILATION.get() is not None
+
+
 def compile_only(run: Callable[[], object], other: Callable[[], object] | None = None) -> None:
     """Calls `run`; its launches compile and load their kernels in parallel and start none.
 

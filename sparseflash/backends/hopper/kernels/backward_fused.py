@@ -203,9 +203,12 @@ def backward_fused_kernel(
     )
     ds_exchange = make_ds_exchange(queries.dtype, DQ_WARPGROUP)
     dq_buffers = gl.allocate_shared_memory(gl.float32, dq_shape, dq_accumulator.layout)
+    dq_handover = counters  # None if sums are not ordered
+    if counters is not None:
+        dq_handover = make_dq_handover()
     pipelines = Pipelines(
         query_pipeline, grad_out_pipeline, key_pipeline, value_pipeline, lse_delta_buffers,
-        ds_exchange, dq_buffers, make_dq_handover(counters),
+        ds_exchange, dq_buffers, dq_handover,
         make_grad_buffers(grad_keys, dq_buffers, DQ_WARPGROUP),
     )  # fmt: skip
     load_pipelines = (
@@ -216,7 +219,7 @@ def backward_fused_kernel(
         lse_delta_buffers,
     )
     ORDERED: gl.constexpr = counters is not None
-    ADDERS: gl.constexpr = (2 if DQ_WARPGROUP else 1) if ORDERED else 0
+    ADDERS: gl.constexpr = 2 if ORDERED else 0
     work_queue = make_work_queue((3 if DQ_WARPGROUP else 2) + ADDERS)
     dropout = Dropout(seed_low, seed_high, threshold, keep_scale)
     fence_async_shared()
@@ -300,8 +303,8 @@ def specialize_warps_in_order(queries, grad_outs, lse_delta, keys, values, more_
                 (producer, (queries, grad_outs, lse_delta, keys, values, more_keys, more_values,
                             grad_keys, load_pipelines, params, QHEADS_PER_KVHEAD, STAGES,
                             KEY_STAGES, order.next_of_work)),
-                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 0)),
-                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 1)),
+                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 0, True)),
+                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 1, True)),
             ],
             [4, 4, 1, 1, 1],
             [CONSUMER_REGISTERS_BESIDE_DQ, DQ_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
@@ -317,21 +320,17 @@ def specialize_warps_in_order(queries, grad_outs, lse_delta, keys, values, more_
                 (producer, (queries, grad_outs, lse_delta, keys, values, more_keys, more_values,
                             grad_keys, load_pipelines, params, QHEADS_PER_KVHEAD, STAGES,
                             KEY_STAGES, order.next_of_work)),
-                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, None)),
+                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 0, False)),
+                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 1, False)),
             ],
-            [4, 1, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 1, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
 
 
 @gluon.jit
-def make_dq_handover(counters):
-    """Barriers of both buffers of dQ if sums are ordered."""
-    barriers = None, None
-    if counters is not None:
-        barriers = make_mbarriers(2, 1), make_mbarriers(2, 1)
-    full_barriers, empty_barriers = barriers
-    return DqHandover(full_barriers, empty_barriers)
+def make_dq_handover():
+    return DqHandover(make_mbarriers(4, 1), make_mbarriers(2, 1))
 
 
 @gluon.jit
@@ -489,7 +488,8 @@ def mainloop(dk, dv, states, kv_operands, dq_accumulator, pipelines, params, blo
         store_to_shared(dq_buffer, dq)
         fence_async_shared()
         last_tile = first_tile + block * TILES_PER_BLOCK + (TILES_PER_BLOCK - 1)
-        add_or_hand_over(dq_accumulator, pipelines, WARPGROUP, last_tile * 2 + WARPGROUP)
+        full = states.ds.stage * 2 + WARPGROUP
+        add_or_hand_over(dq_accumulator, pipelines, WARPGROUP, full, last_tile * 2 + WARPGROUP)
     consumer_release(pipelines.query_pipeline, states.query)
     return dk, dv, advance_states(states, STAGES)
 
@@ -587,7 +587,8 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
     fence_async_shared()
     mbarrier.arrive(pipelines.ds_exchange.full_barriers.index(ds_buffer), count=1)
     if prev_dq_tile is not None:
-        add_or_hand_over(dq_accumulator, pipelines, WARPGROUP, prev_dq_tile * 2 + WARPGROUP)
+        full = prev_states.ds.stage * 2 + WARPGROUP
+        add_or_hand_over(dq_accumulator, pipelines, WARPGROUP, full, prev_dq_tile * 2 + WARPGROUP)
     if prev_states is not None:
         consumer_release(pipelines.query_pipeline, prev_states.query)
     consumer_release(pipelines.grad_out_pipeline, state)
@@ -697,7 +698,7 @@ def add_one_tile(dq_accumulator, pipelines, ds_state, kv_buffer, tile):
     fence_async_shared()
     # Triton synchronises the warps here, each of which must have read dS.
     mbarrier.arrive(ds_exchange.empty_barriers.index(ds_state.stage), count=1)
-    add_or_hand_over(dq_accumulator, pipelines, ds_state.stage, tile)
+    add_or_hand_over(dq_accumulator, pipelines, ds_state.stage, ds_state.stage, tile)
 
 
 @gluon.jit
@@ -707,67 +708,67 @@ def wait_for_dq_adder(pipelines, index, phase):
     Without a dQ warpgroup a buffer is used once for each tile, whose number is odd or even as the
     stage of its dS is.
     """
-    if pipelines.dq_handover.empty_barriers is not None:
+    if pipelines.dq_handover is not None:
         mbarrier.wait(pipelines.dq_handover.empty_barriers.index(index), phase)
 
 
 @gluon.jit
-def add_or_hand_over(dq_accumulator, pipelines, index, box):
-    """Adds a buffer to dQ, or signals the dQ adder that it is full; after a fence."""
-    if pipelines.dq_handover.full_barriers is None:
+def add_or_hand_over(dq_accumulator, pipelines, index, full, box):
+    """Adds a buffer to dQ, or signals its dQ adder that it is full; after a fence.
+
+    full: number of the barrier of the dQ adder
+    """
+    if pipelines.dq_handover is None:
         reduce_add(dq_accumulator, pipelines.dq_buffers.index(index), box)
     else:
-        mbarrier.arrive(pipelines.dq_handover.full_barriers.index(index), count=1)
+        mbarrier.arrive(pipelines.dq_handover.full_barriers.index(full), count=1)
 
 
 @gluon.jit
 def dq_adder(dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD: gl.constexpr,
-             BUFFER: gl.constexpr):  # fmt: skip
-    """Adds the tiles of dQ of each work tile, each when its ordinal is reached, in one warp.
+             NUMBER: gl.constexpr, DQ_WARPGROUP: gl.constexpr):  # fmt: skip
+    """Adds one tile of dQ of each block, when the ordinal of the block is reached, in one warp.
 
-    BUFFER: the buffer whose tiles it adds, or None if both buffers hold halves of every tile
+    What it reads from global memory is loaded during the addition before.
+
+    NUMBER: 0 or 1, that of the tile in its block
     """
-    state = PipelineState(0, 0)
+    BUFFERS: gl.constexpr = 1 if DQ_WARPGROUP else 2
+    phase = 0
     work_state = PipelineState(0, 0)
     work, work_state = receive_work(params, work_state)
     while work.row >= 0:
         batch, kv_head, row = work.batch, work.head, work.row
         for i_head in range(QHEADS_PER_KVHEAD):
             bh = batch * params.sizes.heads + kv_head * QHEADS_PER_KVHEAD + i_head
-            first_tile = first_tile_of_head(bh, params)
-            first_ordinal = gl.load(order.first_ordinals + bh * params.sizes.num_rows + row)
-            n_tiles = (work.blocks.n_partial + work.blocks.n_full) * TILES_PER_BLOCK
-            for i in range(n_tiles):
-                block = block_index(params, work.blocks, i // TILES_PER_BLOCK)
-                ordinal = gl.load(order.ordinals + first_ordinal + i // TILES_PER_BLOCK)
-                tile = first_tile + block * TILES_PER_BLOCK + i % TILES_PER_BLOCK
-                if BUFFER is None:
+            first_tile = first_tile_of_head(bh, params) + NUMBER
+            ordinals = order.ordinals + gl.load(
+                order.first_ordinals + bh * params.sizes.num_rows + row
+            )
+            n_blocks = work.blocks.n_partial + work.blocks.n_full
+            if n_blocks > 0:
+                block = block_index(params, work.blocks, 0)
+                ordinal = gl.load(ordinals)
+                for i in range(n_blocks):
+                    tile = first_tile + block * TILES_PER_BLOCK
                     wait_for_count(order.counters + tile, ordinal)
-                    for warpgroup in gl.static_range(2):
-                        box = tile * 2 + warpgroup
-                        add_full_buffer(dq_accumulator, pipelines, warpgroup, state.phase, box)
+                    for i_buffer in gl.static_range(BUFFERS):
+                        index = NUMBER if DQ_WARPGROUP else i_buffer
+                        full = NUMBER if DQ_WARPGROUP else NUMBER * 2 + i_buffer
+                        mbarrier.wait(pipelines.dq_handover.full_barriers.index(full), phase)
+                        reduce_add(
+                            dq_accumulator, pipelines.dq_buffers.index(index),
+                            tile * BUFFERS + i_buffer,
+                        )  # fmt: skip
+                    following = gl.minimum(i + 1, n_blocks - 1)
+                    block = block_index(params, work.blocks, following)
+                    ordinal = gl.load(ordinals + following)
                     tma_store_wait(0)
-                    for warpgroup in gl.static_range(2):
-                        release_dq_buffer(pipelines, warpgroup)
+                    for i_buffer in gl.static_range(BUFFERS):
+                        index = NUMBER if DQ_WARPGROUP else i_buffer
+                        mbarrier.arrive(
+                            pipelines.dq_handover.empty_barriers.index(index), count=1
+                        )
                     count_completed_stores(order.counters + tile)
-                    state = advance(state, 1)
-                else:
-                    if state.stage == BUFFER:
-                        wait_for_count(order.counters + tile, ordinal)
-                        add_full_buffer(dq_accumulator, pipelines, BUFFER, state.phase, tile)
-                        tma_store_wait(0)
-                        release_dq_buffer(pipelines, BUFFER)
-                        count_completed_stores(order.counters + tile)
-                    state = advance(state, DS_STAGES)
+                    phase = phase ^ 1
             work, work_state = receive_work(params, work_state)
-
-
-@gluon.jit
-def add_full_buffer(dq_accumulator, pipelines, index, phase, box):
-    mbarrier.wait(pipelines.dq_handover.full_barriers.index(index), phase)
-    reduce_add(dq_accumulator, pipelines.dq_buffers.index(index), box)
-
-
-@gluon.jit
-def release_dq_buffer(pipelines, index):
-    mbarrier.arrive(pipelines.dq_handover.empty_barriers.index(index), count=1)
