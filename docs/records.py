@@ -20,6 +20,7 @@ NAMES = {
     "sparseflash:triton": "sparseflash, `triton`",
     "sparseflash:hopper/any-order": "sparseflash, `deterministic=False`",
     "sparseflash:auto/any-order": "sparseflash, `deterministic=False`",
+    "sparseflash:auto/planned": "sparseflash, `planned_order=True`",
     **BASELINE_NAMES,
 }
 INTERRUPTED = (
@@ -30,7 +31,8 @@ INTERRUPTED = (
 WRITES = re.compile(r" --(output \S+|overwrite|deadline\.at=\S+|trainer\.logger(\.\w+)?=\S*)")
 # Temporary folders of the files that a command read, with that of a copy of the repository.
 TEMPORARY = re.compile(r"/tmp/(\w+/(?=experiments/))?")
-ANY_ORDER = "/any-order"  # suffix of implementations that differ in the backward pass alone
+# Suffixes of implementations that differ in the backward pass alone.
+OF_BACKWARD = ("/any-order", "/planned")
 DIRECTIONS = ("forward", "backward")
 NOTHING = "–"
 Rows = list[dict]
@@ -140,7 +142,7 @@ def table_of(rows: Rows, cell: Callable[[dict], str]) -> str:
     """The table of one shape and pass."""
     names = dict.fromkeys(row["implementation"] for row in rows)
     if rows[0]["direction"] == "forward":
-        names = [name for name in names if not name.endswith(ANY_ORDER)]
+        names = [name for name in names if not name.endswith(OF_BACKWARD)]
     problems: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         problem = row["seq_len"], row["batch"], row["block_size"], row["pattern"]

@@ -19,7 +19,7 @@ from experiments.check import DROPOUT_SEED, Attend, Extras
 from experiments.cli import Baseline
 from experiments.packaged import without_projections
 from experiments.pattern_families import Problem
-from experiments.record import ANY_ORDER
+from experiments.record import OPTIONS_OF_SUFFIX
 from masks import BlockMask, MaskBatch
 from masks.interop import (
     to_block_lists,
@@ -59,9 +59,13 @@ class BaselineError(RuntimeError):
 def attend_sparseflash(
     problem: Problem, named: str = "auto", extras: Extras = NO_EXTRAS
 ) -> Attend:
-    """Our implementation; named: a backend, with the suffix ANY_ORDER for deterministic=False."""
-    backend = named.removesuffix(ANY_ORDER)
-    options = {"backend": backend, "deterministic": backend == named}
+    """Our implementation; named: a backend, and perhaps a suffix of record.OPTIONS_OF_SUFFIX."""
+    backend, slash, suffix = named.partition("/")
+    options = {
+        "backend": backend,
+        "deterministic": True,
+        **OPTIONS_OF_SUFFIX.get(slash + suffix, {}),
+    }
     if extras.key_lengths is not None:
         options["key_lengths"] = extras.key_lengths
     if extras.dropout_p > 0:

@@ -85,7 +85,7 @@ def main(
             "--backend",
             metavar="NAME,NAME",
             help="Backends of sparseflash: auto, or names such as triton. NAME/any-order measures"
-            " deterministic=False.",
+            " deterministic=False, NAME/planned planned_order=True.",
         ),
     ] = "auto",
     baselines: Baselines = None,
@@ -250,12 +250,12 @@ def given(**options: Any) -> dict[str, Any]:
 
 def parse_backends(text: str) -> tuple[str, ...]:
     """Implementations, "sparseflash" or "sparseflash:backend"."""
-    from experiments.baselines import ANY_ORDER
-    from experiments.record import OURS
+    from experiments.record import OPTIONS_OF_SUFFIX, OURS
 
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        check_backend(name.removesuffix(ANY_ORDER))
+        backend, slash, suffix = name.partition("/")
+        check_backend(backend if slash + suffix in {"", *OPTIONS_OF_SUFFIX} else name)
     return tuple(OURS if name == "auto" else f"{OURS}:{name}" for name in names)
 
 

@@ -12,7 +12,12 @@ from experiments.files import write_json
 BACKWARD_FLOPS = 2.5
 DIGITS = 6  # significant ones of the floats in rows; the timer has fewer
 OURS = "sparseflash"
-ANY_ORDER = "/any-order"  # suffix of implementations with deterministic=False
+ANY_ORDER = "/any-order"
+# What implementations with a suffix are called with.
+OPTIONS_OF_SUFFIX = {
+    ANY_ORDER: {"deterministic": False},
+    "/planned": {"planned_order": True},
+}
 # The names of baselines in tables and pictures.
 BASELINE_NAMES = {
     "flash4": "FlashAttention-4",

@@ -49,12 +49,19 @@ def inputs():
     return [torch.randn(1, 2, N, 16) for _ in range(3)]
 
 
-@pytest.mark.parametrize(("named", "deterministic"), [("cpu", True), ("cpu/any-order", False)])
-def test_a_backend_may_be_asked_for_sums_in_any_order(named, deterministic, inputs, monkeypatch):
+@pytest.mark.parametrize(
+    ("named", "options"),
+    [
+        ("cpu", {"deterministic": True}),
+        ("cpu/any-order", {"deterministic": False}),
+        ("cpu/planned", {"deterministic": True, "planned_order": True}),
+    ],
+)
+def test_a_backend_may_be_asked_for_an_order_of_sums(named, options, inputs, monkeypatch):
     asked = []
     monkeypatch.setattr("sparseflash.attention", lambda *t, **options: asked.append(options))
     attend_sparseflash(PROBLEMS["full"], named)(*inputs)
-    assert asked == [{"backend": "cpu", "deterministic": deterministic}]
+    assert asked == [{"backend": "cpu", **options}]
 
 
 # Uncompiled, it materialises the scores: all that is wanted here is its idea of the mask.
