@@ -115,8 +115,8 @@ def attention(
         return_max_logits: Also return, last, the maximum logit of every query, without gradient:
             the largest of its masked scores S, without sinks. QK-Clip compares its maximum over
             batch and queries with a threshold for each head.
-        **options: scale, softcap, score, dropout_p, precision, deterministic and backend: see
-            AttentionOptions.
+        **options: scale, softcap, score, dropout_p, precision, deterministic, planned_order and
+            backend: see AttentionOptions.
 
     Returns:
         out (batch, heads, q_len, value_dim) in the dtype of query. With return_lse also the

@@ -199,6 +199,8 @@ def explain(
         bias=bias,
     )
     configuration = chosen.describe(call, compiled, query, key, value)
+    if spec.planned_order:
+        configuration.setdefault("planned order", f"not used by the backend {chosen.name}")
     if of_sums is not None:
         configuration["gradients of bias and score tensors"] = f"by the backend {of_sums.name}"
     why_not = _why_not(call.spec, compiled)

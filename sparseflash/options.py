@@ -38,6 +38,7 @@ class OptionKeywords(TypedDict, total=False):
     dropout_p: float
     precision: str
     deterministic: bool
+    planned_order: bool
     backend: str
 
 
@@ -72,6 +73,16 @@ class AttentionOptions:
             gradients of query and score tensors in varying order. Their last bits then differ
             from run to run. It needs a float32 accumulator for the gradient of query. Always True
             under torch.use_deterministic_algorithms.
+        planned_order: With True a deterministic backward pass may add to the gradient of query in
+            an order that is planned once for each mask, in one kernel instead of two. The first
+            backward pass with a mask and size plans it on the CPU, which takes in the order of
+            seconds for a million blocks of all heads, so not for masks that change in every step.
+            A CUDA graph cannot capture that pass. The bits depend on the number of multiprocessors
+            of the GPU. The backend "hopper" uses it for head and value dims up to 64 and static
+            masks with at least 12 blocks in a row of keys on average (rows of 128 keys), if
+            gradients of query, key and value are all needed; not on an H100, with key lengths, a
+            soft cap, a score function or a bias, nor inside a plan of context parallelism.
+            Elsewhere it changes nothing: `explain` reports whether it is used, and why not.
         backend: "auto", or the name of a backend; a named backend never falls back to another.
 
     Raises:
@@ -88,6 +99,7 @@ class AttentionOptions:
     dropout_p: float = 0.0
     precision: str = "ieee"
     deterministic: bool = True
+    planned_order: bool = False
     backend: str = "auto"
 
     def __new__(cls, **options: Any) -> "AttentionOptions":
@@ -173,6 +185,8 @@ _CHECKS = {
     "dropout_p": _probability,
     "precision": _precision,
     "deterministic": _deterministic,
+    "planned_order": check_bool,
     "backend": _backend,
 }
+BOOLEANS = ("deterministic", "planned_order")
 OPTION_NAMES = tuple(field.name for field in fields(AttentionOptions))

@@ -20,7 +20,7 @@ from sparseflash.block_hint import hint_at_better_blocks
 from sparseflash.compiled import stores_masks
 from sparseflash.dispatch.call import Plan
 from sparseflash.dispatch.spec import AttentionSpec, CallFacts
-from sparseflash.options import AttentionOptions
+from sparseflash.options import BOOLEANS, AttentionOptions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,8 +79,8 @@ def find_plan(
     if isinstance(mask, Pattern):
         mask = compiled_pattern(mask, checked.q_len, checked.k_len, checked.device)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    kind = type(options.get("deterministic"))  # 1 equals True but is refused
-    signature = (checked, facts, deterministic, kind, _fixed_sizes.get(), *options.items())
+    kinds = [type(options.get(name)) for name in BOOLEANS]  # 1 equals True but is refused
+    signature = (checked, facts, deterministic, *kinds, _fixed_sizes.get(), *options.items())
     try:
         plan = mask.cache.get(signature)
     except TypeError:  # an option cannot be hashed; its check names it

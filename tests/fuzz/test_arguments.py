@@ -296,7 +296,7 @@ def calls() -> dict[str, tuple[Callable, dict[str, Any]]]:
             | {"mask": MASK, "scale": 0.3, "dropout_p": 0.1, "key_lengths": torch.tensor([3, 40])}
             | {"softcap": 3.0, "score": None, "bias": torch.zeros(2, 79)}
             | {"sinks": torch.zeros(2), "precision": "ieee", "deterministic": True}
-            | {"backend": "cpu", "seed": 3},
+            | {"planned_order": True, "backend": "cpu", "seed": 3},
         ),
         "attention_varlen": (
             sparseflash.attention_varlen,

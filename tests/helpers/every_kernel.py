@@ -84,6 +84,13 @@ def kernel_calls(backend: str, head_dim: int) -> list[KernelCall]:
         calls += [KernelCall(LOCAL, LONGER, block_size) for block_size in (64, 128)]
         calls.append(KernelCall(WIDE, LONGER, options={"deterministic": False}))
     if backend == "hopper" and head_dim == configs.MIN_TILE_WIDTH:
+        # More block rows of all heads than CTAs. An H100, for which no order is planned, runs the
+        # kernels of dQ and of dK and dV here.
+        calls += [
+            KernelCall(pattern, LONG, options={"planned_order": True, **dropout})
+            for pattern in (masks.full(), masks.local(1000))
+            for dropout in ({}, DROPOUT)
+        ]
         high = {"high_tiles": True}
         calls += [KernelCall(pattern, options=high) for pattern in patterns]
         calls += [

@@ -63,14 +63,13 @@ class Finder:
 
 @contextmanager
 def simulation(
-    bugs: Mapping[str, Sequence[Bug]] | None = None, ctas: int = CTAS, ordered: bool = False
+    bugs: Mapping[str, Sequence[Bug]] | None = None, ctas: int = CTAS
 ) -> Iterator[None]:
     """The backend with its kernels simulated.
 
     Args:
         bugs: Those to plant, by module of the backend.
         ctas: How many CTAs a launch has at most.
-        ordered: Whether deterministic calls have ordered sums of dQ.
     """
     finder = Finder(bugs or {})
     shared = simulated_score_mods()
@@ -98,7 +97,7 @@ def simulation(
         if missing := finder.bugs.keys() - finder.loaded:
             raise LookupError(f"no kernel imports {missing}")
         vars(importlib.import_module(f"{PREFIX}configs")).update(
-            MIN_FUSED_BLOCKS=ALWAYS_FUSED, ORDERED_SUMS=ordered
+            MIN_FUSED_BLOCKS=ALWAYS_FUSED, MIN_PLANNED_BLOCKS=ALWAYS_FUSED
         )
         hopper._passes.cache_clear()
         try:
@@ -152,6 +151,7 @@ def check(
     key_lengths=None,
     dropout_p=0.0,
     deterministic=True,
+    planned_order=False,
     bias=None,
     forward_tile=None,
     **options,
@@ -177,6 +177,7 @@ def check(
         call_on(
             *(hopper, query, key, mask, value),
             deterministic=deterministic,
+            planned_order=planned_order,
             forward_tile=forward_tile,
             **options,
         ),

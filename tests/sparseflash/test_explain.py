@@ -64,6 +64,17 @@ def test_a_gradient_of_blocks_is_a_fact_only_where_autograd_records(recorded):
     assert found.spec.differentiates_blocks is recorded
 
 
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_a_planned_order_that_a_backend_does_not_have_is_reported(backend):
+    query = torch.empty(1, 2, 64, 16)
+    plain, found = (
+        sparseflash.explain(query, query, query, backend=backend, planned_order=planned)
+        for planned in (False, True)
+    )
+    assert "planned order" not in plain.configuration
+    assert f"planned order: not used by the backend {backend}" in str(found)
+
+
 def test_no_backend_is_no_error():
     found = sparseflash.explain(*tensors(head_dim=512), backend="triton")
     assert found.backend is None

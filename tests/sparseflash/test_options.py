@@ -57,6 +57,7 @@ def test_equal_options_are_one_key():
         ({"dropout_p": 1.0}, ValueError, r"dropout_p must be in \[0, 1\), got 1.0"),
         ({"precision": "half"}, ValueError, r"precision must be one of \('ieee', 'tf32'\)"),
         ({"deterministic": 1}, TypeError, "deterministic must be a bool, got 1"),
+        ({"planned_order": 1}, TypeError, "planned_order must be a bool, got 1"),
         ({"backend": None}, TypeError, "backend must be 'auto' or the name of a backend"),
         ({"scal": 1}, TypeError, r"options must be some of scale, .*, got scal; did .* scale\?$"),
         ({"key_length": 1}, TypeError, r"got key_length; did you mean key_lengths\?$"),

@@ -28,7 +28,7 @@ FOUND = 9  # the exit code of a sanitizer that found something
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-HANDS_OVER = re.compile(r"def \w+_kernel\(|(def )?specialize_warps\(")
+HANDS_OVER = re.compile(r"def \w+_kernel\(|(def )?specialize_warps(_in_order)?\(")
 
 
 def races(printed: str) -> list[str]:

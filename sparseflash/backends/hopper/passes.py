@@ -8,7 +8,7 @@ There are two backward passes. By default the kernel of dQ runs over block rows 
 then the kernel of dK and dV over block rows of keys. Each recomputes P; the first also writes LSE
 and delta for the second (kernels/lse_delta.py). No CTA adds to memory that another CTA writes, so
 equal inputs give equal bits. The fused kernel runs over block rows of keys and adds to dQ in no
-fixed order, or in that of order.py; see select.uses_fused_backward.
+fixed order, or with planned_order in that of order.py; see select.uses_fused_backward.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from masks._core.grid import is_captured
 from masks.lookup_table import LookupTable
 from sparseflash.backends.hopper import configs, launch
 from sparseflash.backends.hopper.device.layouts import WARPGROUP_M
@@ -226,6 +227,11 @@ def _order_and_counters(plan: Plan) -> tuple[Tensor, ...]:
         return counters, counters, counters, counters
     order = plan.cache.get(plan_order)
     if order is None:
+        if is_captured(spec.device):
+            raise RuntimeError(
+                "with planned_order, a CUDA graph cannot capture the first backward pass with a "
+                "mask and size, in which the order is planned: run both passes once before"
+            )
         config = configs.FUSED_CONFIGS[configs.tile_width(spec.head_dim)]
         ctas = config.ctas_per_sm * launch.multiprocessors(spec.device)
         num_bh = spec.batch * spec.kv_heads

@@ -149,40 +149,72 @@ def describe(
     if call.plan.forward is not None and call.plan.forward.table.block_size != tile:
         notes["tiles of the forward pass"] = f"{call.plan.forward.table.block_size}"
     if uses_fused_backward(call.table, spec):
-        order = "a" if spec.deterministic else "no"
-        notes["backward"] = (
-            f"one kernel, which adds to the gradient of query in {order} fixed order"
-        )
+        order = "a planned" if spec.deterministic else "no fixed"
+        notes["backward"] = f"one kernel, which adds to the gradient of query in {order} order"
+    if spec.planned_order:
+        reason = why_not_planned(call.table, spec)
+        if not spec.deterministic:
+            reason = "deterministic is False"
+        notes["planned order"] = "used" if reason is None else f"not used: {reason}"
     return notes
 
 
 def uses_fused_backward(table: LookupTable, spec: AttentionSpec) -> bool:
     """Whether the fused kernel runs if the gradients of query, key and value are all needed."""
-    if spec.deterministic and not has_order(table, spec):
+    if spec.deterministic:
+        return spec.planned_order and why_not_planned(table, spec) is None
+    if _why_not_fused(table, spec) is not None:
         return False
-    widths = configs.FUSED_WIDTHS[spec.dropout_p > 0]
-    width = configs.tile_width(spec.head_dim)
-    if width not in widths or table.block_size != TILE:
-        return False
-    if configs.tile_width(spec.value_dim) != width:
-        return False
-    if spec.softcap is not None or spec.score is not None or spec.bias:
-        return False  # the initial accumulator of S^T is LSE there, and no registers are left
     blocks = table.by_key.mean_blocks
-    least = configs.MIN_FUSED_BLOCKS[_gpu(table.device)][width]
+    least = configs.MIN_FUSED_BLOCKS[_gpu(table.device)][configs.tile_width(spec.head_dim)]
     return blocks is not None and blocks >= least
 
 
-def has_order(table: LookupTable, spec: AttentionSpec) -> bool:
-    """Whether the fused kernel can add to dQ in an order that the host plans; see order.py.
+def _why_not_fused(table: LookupTable, spec: AttentionSpec) -> str | None:
+    """Why the fused kernel cannot compute a call; None if it can."""
+    widths = configs.FUSED_WIDTHS[spec.dropout_p > 0]
+    width = configs.tile_width(spec.head_dim)
+    if width not in widths:
+        return f"head_dim is {spec.head_dim}, needs at most {max(widths)}"
+    if table.block_size != TILE:
+        return f"tiles are {table.block_size}, needs {TILE}"
+    if configs.tile_width(spec.value_dim) != width:
+        return f"value_dim is {spec.value_dim}, needs tiles of {width} dims as head_dim does"
+    if spec.softcap is not None or spec.score is not None or spec.bias:
+        # The initial accumulator of S^T is LSE there, and no registers are left.
+        return "there is a soft cap, a score function or a bias"
+    return None
 
-    Rows of keys past a key length have no steps, and CTAs that other kernels delay would delay
-    those that wait for them.
+
+def why_not_planned(table: LookupTable, spec: AttentionSpec) -> str | None:
+    """Why a deterministic call does not add to dQ in a planned order; None if it may.
+
+    The fused kernel adds in the order that the host plans, see order.py. Rows of keys past a key
+    length have no steps, and CTAs that other kernels delay would delay those that wait for them.
     """
-    if not configs.ORDERED_SUMS or spec.has_key_lengths or spec.shares_device:
-        return False
-    blocks, masks = table.by_key.total_blocks, table.by_key.row_ptr.shape[0]
-    return blocks is not None and blocks * spec.batch * spec.heads <= configs.MAX_ORDINALS * masks
+    reason = _why_not_fused(table, spec)
+    if reason is not None:
+        return reason
+    if spec.has_key_lengths:
+        return "there are key lengths"
+    if spec.shares_device:
+        return "other kernels run at the same time"
+    lists, gpu = table.by_key, _gpu(table.device)
+    if lists.mean_blocks is None or lists.total_blocks is None:
+        return "the device selects the blocks of the mask"
+    least_of_widths = configs.MIN_PLANNED_BLOCKS.get(gpu, {})
+    if not least_of_widths:
+        return f"it is not measured on an {gpu}"
+    least = least_of_widths.get(configs.tile_width(spec.head_dim))
+    if least is None:
+        return f"head_dim is {spec.head_dim}, it is faster up to {max(least_of_widths)}"
+    if lists.mean_blocks < least:
+        mean = f"a block row of keys has {lists.mean_blocks:.3g} blocks on average"
+        return f"{mean}, it is faster from {least:g} on"
+    blocks = lists.total_blocks * spec.batch * spec.heads // lists.row_ptr.shape[0]
+    if blocks > configs.MAX_ORDINALS:
+        return f"all heads have {blocks} blocks, needs at most {configs.MAX_ORDINALS}"
+    return None
 
 
 @cache

@@ -164,6 +164,7 @@ BAD = {
     "scale": ({"scale": -1.0}, "scale must be positive"),
     "scale of another type": ({"scale": [1.0]}, "scale must be a number"),
     "deterministic": ({"deterministic": 1}, "deterministic must be a bool, got 1"),
+    "planned order": ({"planned_order": 0}, "planned_order must be a bool, got 0"),
     "dropout": ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\)"),
     "seed": ({"seed": 0.5}, "seed must be an int"),
     "too long": ({"key_lengths": torch.tensor([41, 0])}, "key_lengths must be 0 to 40"),
@@ -180,8 +181,9 @@ def test_a_signature_that_was_checked_lets_no_other_call_pass(change, message):
     names = ("query", "key", "value")
     right = dict(zip(names, torch.randn(3, 2, 4, 40, 16), strict=True))
     lengths = torch.tensor([40, 7])
-    others = ({"sinks": torch.zeros(4)}, {"dropout_p": 0.5}, {"deterministic": True})
-    for given in ({}, {"key_lengths": lengths}, *others):
+    others = ({"sinks": torch.zeros(4)}, {"dropout_p": 0.5}, {"key_lengths": lengths})
+    booleans = ({"deterministic": True}, {"planned_order": False})
+    for given in ({}, *others, *booleans):
         sparseflash.attention(**right, mask=mask, **given)
     with pytest.raises((TypeError, ValueError), match=message):
         sparseflash.attention(**(right | {"mask": mask} | change))
@@ -303,6 +305,7 @@ FACTS = {
     "dropout_p": 0.25,
     "precision": "tf32",
     "deterministic": False,
+    "planned_order": True,
 }
 
 

@@ -156,8 +156,8 @@ def test_opcheck(backend, strides):
     scores = torch.rand(2, 1, 1, 2, device=BACKENDS[backend], requires_grad=True)
     chosen = DynamicMask.from_topk(scores, 1, 16, (16, 20))
     handle = mask.handle
-    plain = (None, None, None, 0.0, "ieee", True, backend)
-    others = (0.3, 5.0, None, 0.2, "tf32", True, backend)
+    plain = (None, None, None, 0.0, "ieee", True, False, backend)
+    others = (0.3, 5.0, None, 0.2, "tf32", True, True, backend)
     for rest in (
         (None, None, None, handle, None, None, False, [], *plain),
         (bias, None, None, handle, lengths, seed, True, [], *others),

@@ -320,8 +320,10 @@ def specialize_warps_in_order(queries, grad_outs, lse_delta, keys, values, more_
                 (producer, (queries, grad_outs, lse_delta, keys, values, more_keys, more_values,
                             grad_keys, load_pipelines, params, QHEADS_PER_KVHEAD, STAGES,
                             KEY_STAGES, order.next_of_work)),
-                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 0, False)),
-                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 1, False)),
+                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 0,
+                            False)),
+                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 1,
+                            False)),
             ],
             [4, 1, 1, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -766,9 +768,7 @@ def dq_adder(dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD: gl.con
                     tma_store_wait(0)
                     for i_buffer in gl.static_range(BUFFERS):
                         index = NUMBER if DQ_WARPGROUP else i_buffer
-                        mbarrier.arrive(
-                            pipelines.dq_handover.empty_barriers.index(index), count=1
-                        )
+                        mbarrier.arrive(pipelines.dq_handover.empty_barriers.index(index), count=1)
                     count_completed_stores(order.counters + tile)
                     phase = phase ^ 1
             work, work_state = receive_work(params, work_state)

@@ -1,7 +1,9 @@
 """Ordered sums of dQ: the plan on the host, and the simulated kernel that adds in its order."""
 
 from dataclasses import replace
+from importlib import import_module
 from itertools import chain
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -9,16 +11,20 @@ import torch
 
 import masks
 from sparseflash.backends import hopper
-from sparseflash.backends.hopper import configs, launch
+from sparseflash.backends.hopper import configs, launch, select
 from sparseflash.backends.hopper.order import plan_order
-from sparseflash.backends.hopper.select import uses_fused_backward
+from sparseflash.backends.hopper.select import uses_fused_backward, why_not_planned
+from sparseflash.dispatch.call import Call as AttentionCall
+from sparseflash.dispatch.call import Plan
+from sparseflash.options import AttentionOptions
 from sparseflash.testing import make_inputs
 from tests.helpers import simulated_gluon
-from tests.helpers.calls import ALWAYS_FUSED, call_on, spec_of
-from tests.helpers.planted_bugs import Argument, Call, Drop
+from tests.helpers.calls import call_on, spec_of
+from tests.helpers.planted_bugs import Argument, Call, Drop, Replace
 from tests.helpers.simulated_hopper import check, simulation
 
 FUSED = "kernels.backward_fused"
+ROOT = Path(__file__).parents[4]
 PATTERNS = {
     "full": masks.full(),
     "causal": masks.causal(align="top-left"),
@@ -108,18 +114,98 @@ def test_the_plan_depends_on_what_ctas_reach_first():
     assert order.next_of_work.tolist() == [1, 2, 3, 4]
 
 
-def test_which_calls_have_ordered_sums(monkeypatch):
-    monkeypatch.setattr(configs, "MIN_FUSED_BLOCKS", ALWAYS_FUSED)
-    query, key, _, _ = make_inputs(1, 2, 512, 512, 64, dtype=torch.bfloat16)
-    mask = masks.full()((512, 512), 128)
-    spec, table = spec_of(query, key, mask), mask.table("cpu")
-    assert not uses_fused_backward(table, spec)
-    monkeypatch.setattr(configs, "ORDERED_SUMS", True)
+def planned_spec(**change):
+    query = torch.empty(1, 2, 4096, 64, dtype=torch.bfloat16)
+    spec = spec_of(query, query, masks.full()(4096), planned_order=True)
+    return replace(spec, **change)
+
+
+def test_which_calls_have_a_planned_order(monkeypatch):
+    table, spec = masks.full()(4096).table(), planned_spec()
+    assert why_not_planned(table, spec) is None
     assert uses_fused_backward(table, spec)
-    for change in ({"has_key_lengths": True}, {"shares_device": True}, {"head_dim": 256}):
-        assert not uses_fused_backward(table, replace(spec, **change))
-    monkeypatch.setattr(configs, "MAX_ORDINALS", 31)
+    assert not uses_fused_backward(table, replace(spec, planned_order=False))
+    assert uses_fused_backward(masks.causal()(4096).table(), spec)  # 16.5 blocks
+    # As without the option: a kernel of any order, from fewer blocks on.
+    few = masks.full()(128 * 11).table()
+    assert not uses_fused_backward(few, spec)
+    assert uses_fused_backward(few, replace(spec, deterministic=False))
+    monkeypatch.setattr(select, "_gpu", lambda device: "H100")
+    assert why_not_planned(table, spec) == "it is not measured on an H100"
     assert not uses_fused_backward(table, spec)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"has_key_lengths": True}, "there are key lengths"),
+        ({"shares_device": True}, "other kernels run at the same time"),
+        ({"head_dim": 128, "value_dim": 128}, "head_dim is 128, it is faster up to 64"),
+        ({"head_dim": 256, "value_dim": 256}, "head_dim is 256, needs at most 128"),
+        ({"value_dim": 128}, "value_dim is 128, needs tiles of 64 dims as head_dim does"),
+        ({"softcap": 5.0}, "there is a soft cap, a score function or a bias"),
+        ({"bias": True}, "there is a soft cap, a score function or a bias"),
+        ({"batch": 513}, "all heads have 1050624 blocks, needs at most 1048576"),
+        ({"deterministic": False}, "deterministic is False"),
+    ],
+)
+def test_the_report_says_why_an_order_is_not_planned(change, reason):
+    spec, mask = planned_spec(**change), masks.full()(4096)
+    call = AttentionCall(Plan(spec, hopper, mask.table()))
+    notes = hopper.describe(call, mask, *[torch.empty(0)] * 3)
+    assert notes["planned order"] == f"not used: {reason}"
+    assert uses_fused_backward(mask.table(), spec) == (not spec.deterministic)
+
+
+def test_masks_without_an_order():
+    found = [
+        why_not_planned(table, planned_spec())
+        for table in (
+            masks.full()(128 * 11).table(),
+            masks.full()(4096, block_size=64).table(),
+            masks.full()(4096).select(torch.ones(1, 2, 32, 32, dtype=torch.bool)).table(),
+        )
+    ]
+    assert found == [
+        "a block row of keys has 11 blocks on average, it is faster from 12 on",
+        "tiles are (64, 64), needs (128, 128)",
+        "the device selects the blocks of the mask",
+    ]
+
+
+def test_the_report_says_which_kernels_run():
+    mask = masks.full()(4096)
+    for planned_order in (True, False):
+        call = AttentionCall(Plan(planned_spec(planned_order=planned_order), hopper, mask.table()))
+        notes = hopper.describe(call, mask, *[torch.empty(0)] * 3)
+        assert ("backward" in notes, notes.get("planned order")) == (
+            planned_order,
+            "used" if planned_order else None,
+        )
+    call = AttentionCall(Plan(planned_spec(), hopper, mask.table()))
+    described = hopper.describe(call, mask, *[torch.empty(0)] * 3)["backward"]
+    assert described.endswith("in a planned order")
+
+
+def test_the_documents_name_the_least_blocks():
+    least = configs.MIN_PLANNED_BLOCKS["H200"][64]
+    for text in (AttentionOptions.__doc__, (ROOT / "docs/design/dispatch.md").read_text()):
+        assert f"at least {least:g} blocks" in " ".join(text.split())
+
+
+def test_a_graph_does_not_capture_the_planning():
+    """What was planned before may be captured."""
+    tensors, mask = inputs((500, 900), 64), PATTERNS["full"]((500, 900), 128)
+    with simulation(ctas=CTAS):
+        passes = import_module("sparseflash.backends.hopper.passes")
+        call = call_on(hopper, *tensors[:2], mask, tensors[2], planned_order=True)
+        saved = (*tensors[:3], *call.forward(*tensors[:3]))
+        with patch.object(passes, "is_captured", lambda device: True):
+            with pytest.raises(RuntimeError, match=r"planned_order.* run both passes once before"):
+                call.backward(tensors[3], None, saved, NEEDS)
+            with patch.object(passes, "is_captured", lambda device: False):
+                first = call.backward(tensors[3], None, saved, NEEDS)[:3]
+            assert all(map(torch.equal, first, call.backward(tensors[3], None, saved, NEEDS)))
 
 
 @pytest.mark.parametrize(
@@ -128,11 +214,11 @@ def test_which_calls_have_ordered_sums(monkeypatch):
 )
 @pytest.mark.parametrize("name", PATTERNS)
 def test_ordered_sums_are_right(name, head_dim, options):
-    with simulation(ordered=True, ctas=CTAS):
-        check(PATTERNS[name], head_dim, **options)
+    with simulation(ctas=CTAS):
+        check(PATTERNS[name], head_dim, planned_order=True, **options)
 
 
-def gradients(head_dim, order, mask, pattern_inputs, bugs=None, deterministic=True):
+def gradients(head_dim, order, mask, pattern_inputs, bugs=None):
     """(the gradients, the CTAs that add to each box of dQ, in their order)"""
     query, key, value, grad_out = pattern_inputs
     added, reduce = {}, simulated_gluon.tma_reduce_add
@@ -144,9 +230,9 @@ def gradients(head_dim, order, mask, pattern_inputs, bugs=None, deterministic=Tr
     with (
         patch.object(simulated_gluon, "ORDER", order),
         patch.object(simulated_gluon, "tma_reduce_add", recorded),
-        simulation(bugs, ctas=CTAS, ordered=True),
+        simulation(bugs, ctas=CTAS),
     ):
-        call = call_on(hopper, query, key, mask, value, deterministic=deterministic)
+        call = call_on(hopper, query, key, mask, value, planned_order=True)
         out, lse = call.forward(query, key, value)
         found = call.backward(grad_out, None, (query, key, value, out, lse), NEEDS)[:3]
     return found, added
@@ -185,7 +271,7 @@ def test_ctas_add_in_the_planned_order_whatever_runs_first(name, head_dim):
 
 def test_without_ordinals_the_bits_depend_on_what_runs_first():
     tensors, mask = inputs((500, 900), 64), PATTERNS["full"]((500, 900), 128)
-    bugs = {FUSED: (*[Drop(Call("dq_adder", "wait_for_count", nth=0))] * 2,)}
+    bugs = {FUSED: [Drop(Call("dq_adder", "wait_for_count"))]}
     (first, _), (last, _) = (gradients(64, order, mask, tensors, bugs) for order in (min, max))
     assert not torch.equal(first[0], last[0])
 
@@ -194,14 +280,11 @@ DEADLOCK = "deadlock"
 ANY = "deadlock|NaN|largest absolute error|more arrivals"  # also which phases barriers are in
 BUGS = {
     "the dQ adder is not signalled": (DEADLOCK, Drop(Call("add_or_hand_over", "arrive"))),
-    "an ordinal is not counted": (
-        DEADLOCK,
-        *[Drop(Call("dq_adder", "count_completed_stores", nth=0))] * 2,
-    ),
-    "buffers of dQ are not released": (DEADLOCK, Drop(Call("release_dq_buffer", "arrive"))),
+    "an ordinal is not counted": (DEADLOCK, Drop(Call("dq_adder", "count_completed_stores"))),
+    "buffers of dQ are not released": (DEADLOCK, Drop(Call("dq_adder", "arrive"))),
     "a buffer of dQ is added before it is full": (
         ANY,
-        Drop(Call("add_full_buffer", "wait", "full_barriers")),
+        Drop(Call("dq_adder", "wait", "full_barriers")),
     ),
     "a buffer of dQ is overwritten before it is read": (
         ANY,
@@ -209,8 +292,19 @@ BUGS = {
     ),
     "the ordinal of the next block": (
         DEADLOCK,
-        Argument(Call("dq_adder", "wait_for_count", nth=0), 1, "ordinal + 1"),
-        Argument(Call("dq_adder", "wait_for_count", nth=1), 1, "ordinal + 1"),
+        Argument(Call("dq_adder", "wait_for_count"), 1, "ordinal + 1"),
+    ),
+    "the ordinal of the first block": (  # of rows whose ordinals differ
+        DEADLOCK,
+        Replace("dq_adder", "ordinals + following", "ordinals"),
+    ),
+    "the other tile of a block": (
+        ANY,
+        Replace(
+            "dq_adder",
+            "first_tile_of_head(bh, params) + NUMBER",
+            "first_tile_of_head(bh, params) + 1 - NUMBER",
+        ),
     ),
 }
 
@@ -219,10 +313,11 @@ BUGS = {
 @pytest.mark.parametrize("name", BUGS)
 def test_bugs_of_the_dq_adder_are_found(name, head_dim):
     found, *bugs = BUGS[name]
+    pattern = PATTERNS["blocks" if "first block" in name else "full"]
     with (
         # The dQ adders run first, or last.
         patch.object(simulated_gluon, "ORDER", max if "before it is full" in name else min),
-        simulation({FUSED: bugs}, ctas=CTAS, ordered=True),
+        simulation({FUSED: bugs}, ctas=CTAS),
         pytest.raises((simulated_gluon.Failure, AssertionError), match=found),
     ):
-        check(PATTERNS["full"], head_dim, lengths=(500, 400))
+        check(pattern, head_dim, lengths=(500, 900), planned_order=True)
