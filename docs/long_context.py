@@ -39,6 +39,7 @@ LATER = {
     "long-context-strong-1m-2": (
         "long-context-strong-1m-2-run-2",
         "long-context-strong-1m-2-run-3",
+        "long-context-strong-1m-2-run-4",
     ),
     "long-context-strong-2m-16-4-heads-2": (
         "long-context-strong-2m-16-4-heads-2-run-2",
@@ -263,7 +264,10 @@ def aims(found: dict[str, dict]) -> str:
             share, ratio = efficiency(rows, mask), over(rows, mask, "all-gather")
             limit = memory(rows, mask, LIMITED)
             part = limit or memory(rows, mask)
-            note = " with limited memory" if limit else ""
+            note = ""
+            if limit:
+                slow = share / (over(rows, mask, LIMITED) or 1)
+                note = f" with limited memory, at an efficiency of {slow:.2f}"
             reached = {
                 f"weak-scaling efficiency of at least {EFFICIENCY:.2f}": (
                     f"{share:.3f}",
@@ -343,7 +347,8 @@ def reasons(rows: Rows, grouped: Rows) -> str:
             f" With 4 key heads the efficiency is {efficiency(grouped, 'window'):.2f}. But there "
             f"an all-gather receives only {gathered:.0f} MB, so that a plan of efficiency 1 would "
             f"be {most_over(grouped, 'window'):.2f} times as fast, and {OVER_GATHER} cannot be "
-            "reached at this size. This bound is (compute + gather) / compute, for every mask."
+            "reached at this size. This bound is (compute + gather) / compute, for masks whose "
+            "contiguous shards take equally long, as those of the all-gather and the ring are."
         )
     ratios, rings = [over(rows, each, "ring") for each in (random, "top-k")], ""
     if None not in ratios:

@@ -39,7 +39,8 @@ def training_steps(record: dict) -> str:
         )
     head = ["model", "tokens", "attention", "dropout", "padding", "steps", "tokens/s"]
     head += ["speed-up", "over SDPA", "GiB", "loss", "loss difference"]
-    title = f"**{record['rows'][0]['environment']['device']}**"
+    named = ", other books, with padding" * record["stem"].startswith("pretraining-padding")
+    title = f"**{record['rows'][0]['environment']['device']}{named}**"
     shown = picture(record["stem"], "Throughput, and losses step by step")
     sources = dict.fromkeys(map(measured, record["rows"]))  # a command measures one model
     return paragraphs([title, table(head, lines), shown, *sources])

@@ -74,6 +74,12 @@ def test_the_design_page_says_how_two_gpus_scale(monkeypatch):
     text = " ".join((ROOT / "docs/design/context-parallel.md").read_text().split())
     told = f"{window} for a window, {butterfly} for a butterfly, and {other} for the other masks"
     assert f"both passes together scale with efficiency {told}" in text
+    limited = []
+    for name in (page.WEAK, page.STRONG):
+        rows = page.runs(name, "nvidia-h200")["rows"]
+        slower = page.over(rows, "butterfly", page.LIMITED)
+        limited.append(f"{page.efficiency(rows, 'butterfly') / slower:.2f}")
+    assert f"efficiency was {' and '.join(limited)} in the newest runs of weak and of" in text
     least, most = min(forward.values()), max(forward.values())
     assert f"The forward pass alone scales with {least:.2f} to {most:.2f}: with 16 key" in text
     below = {key for key, share in forward.items() if share < 0.90}
