@@ -85,14 +85,11 @@ def plan_order(table: LookupTable, spec: AttentionSpec, ctas: int, heads_per_gro
     ordinals = _ordinals(queues, total, spec.batch * spec.heads * table.by_query.num_rows,
                    table.by_query.num_rows, times)  # fmt: skip
     first_ordinals = [[row.first_ordinal for row in of_head] for of_head in rows]
-    device = table.device
-    return Order(
-        *(
-            torch.tensor(x, dtype=torch.int32, device=device)
-            for x in (next_of_work, first_ordinals)
-        ),
-        torch.tensor(ordinals or [0], dtype=torch.int32, device=device),
-    )
+
+    def on_device(numbers: list) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=table.device)
+
+    return Order(on_device(next_of_work), on_device(first_ordinals), on_device(ordinals or [0]))
 
 
 def _rows_of_masks(lists: BlockLists) -> list[list[list[int]]]:
