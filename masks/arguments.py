@@ -116,8 +116,8 @@ def check_memory(name: str, nbytes: int, less: str = "larger blocks take less") 
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if nbytes > limit:
         raise ValueError(
-            f"{name} would take {nbytes / 2**30:.3g} GiB at this length, more than the "
-            f"{limit / 2**30:.3g} GiB of this machine; {less}"
+            f"{name} would take {nbytes / 2**30:,.1f} GiB at this length, more than the "
+            f"{limit / 2**30:,.1f} GiB of this machine; {less}"
         )
 
 

@@ -141,11 +141,19 @@ class MaskBatch(OnGrid, Caching, Handled):
         return stack([self.stacked.head(first + h) for h in range(self.num_heads)])
 
     def to_blocks(self) -> Tensor:
-        """The non-zero blocks: bool (batch, heads or 1, nq, nk)."""
+        """The non-zero blocks: bool (batch, heads or 1, nq, nk).
+
+        Raises:
+            ValueError: They would take more memory than the machine has.
+        """
         return self._by_element(self.stacked.to_blocks())
 
     def to_dense(self) -> Tensor:
-        """The dense masks: bool (batch, heads or 1, q_len, k_len)."""
+        """The dense masks: bool (batch, heads or 1, q_len, k_len).
+
+        Raises:
+            ValueError: They would take more memory than the machine has.
+        """
         return self._by_element(self.stacked.to_dense())
 
     def to(self, device: torch.device | str) -> "MaskBatch":

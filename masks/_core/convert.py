@@ -82,7 +82,10 @@ def to_dense(blocks: BlockSet) -> Tensor:
 
 def check_dense(grid: Grid, count: int) -> None:
     """Raises ValueError if `count` dense masks would need more memory than the machine has."""
-    less = "slice_queries makes a mask of fewer queries, and to_scipy stores non-zero blocks alone"
+    less = (
+        "slice_queries of a BlockMask makes a mask of fewer queries, and its to_scipy stores "
+        "non-zero blocks alone"
+    )
     check_memory("to_dense", count * grid.q_len * grid.k_len, less)
 
 

@@ -41,7 +41,8 @@ class Runs(NamedTuple):
         change = torch.zeros(length + 1, dtype=torch.int8, device=self.begin.device)
         change[self.begin] = 1
         change[self.end] -= 1
-        return change[:-1].cumsum(0, dtype=torch.int8) != 0
+        # Sums of 0 and 1 in the same memory, which may be most of that of the machine.
+        return change[:-1].cumsum_(0).view(torch.bool)
 
     def size(self) -> int:
         """The number of integers in the set."""

@@ -3,6 +3,7 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from masks._core.intervals import Runs, combine, concatenate, empty, from_points, union
 
@@ -68,3 +69,29 @@ def test_union_of_runs_that_overlap(runs, far):
     assert nonempty.expand().tolist() == expected.expand().tolist()
     if all(length for _, length in runs):
         assert [edge.tolist() for edge in nonempty] == [edge.tolist() for edge in expected]
+
+
+class MemoryOf(TorchDispatchMode):
+    """Notes the tensors of at least `least` bytes that operations make."""
+
+    def __init__(self, least: int):
+        super().__init__()
+        self.least, self.made = least, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.untyped_storage().nbytes() >= self.least:
+            self.made.append(out)  # kept, so that no other one takes its place
+        return out
+
+    def storages(self) -> int:
+        return len({out.untyped_storage().data_ptr() for out in self.made})
+
+
+def test_a_set_becomes_bool_in_the_memory_of_the_result():
+    runs = Runs(torch.tensor([0, 7, 9]), torch.tensor([5, 9, 4096]))
+    with MemoryOf(4096) as memory:
+        found = runs.to_bool(4096)
+    assert memory.storages() == 1
+    assert found.dtype == torch.bool
+    assert found.nonzero().flatten().tolist() == [*range(5), *range(7, 4096)]
