@@ -17,7 +17,15 @@ from experiments.environment import environment
 from experiments.files import RESULT, write_json
 from experiments.lra import presets, tasks
 from experiments.lra.batches import ArenaData
-from experiments.lra.callbacks import Curve, Deadline, Enough, StepBar, StuckAtChance, folder_of
+from experiments.lra.callbacks import (
+    Curve,
+    Deadline,
+    Enough,
+    Interruption,
+    StepBar,
+    StuckAtChance,
+    folder_of,
+)
 from experiments.lra.causal import moved_discs
 from experiments.lra.floors import floors
 from experiments.lra.learner import (
@@ -92,6 +100,9 @@ class ArenaCLI(LightningCLI):
         if folder is not None:
             logger = TensorBoardLogger(folder.parent, name="", version=folder.name)
             self.trainer.logger = logger
+        if self.folder is not None:  # the command that trains stages finds their checkpoints
+            for interruption in self._callbacks(Interruption):
+                interruption.resumes = "the same command"
         with errors_in_one_line():
             if path is not None:
                 check_resumed(path, self.model.task, self.model.attention)
@@ -225,8 +236,9 @@ def with_presets(arguments: list[str]) -> list[str]:
     expanded = []
     given = iter(arguments)
     for argument in given:
-        if argument == "--preset":
-            files = presets.files_of(next(given, ""))
+        option, equals, name = argument.partition("=")
+        if option == presets.OPTION:
+            files = presets.files_of(name if equals else next(given, ""))
             expanded += [part for path in files for part in ("--config", str(path))]
         else:
             expanded.append(argument)

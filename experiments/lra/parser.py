@@ -6,6 +6,8 @@ from typing import NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 
+from experiments.lra import presets
+
 HELP = "help: `python -m experiments.lra --help`, or `--help-all` for every option"
 UNKNOWN_OPTION = r"unrecognized arguments: (.*)"  # of the command line
 UNKNOWN_NAME = r"Option '(.*)' is not accepted"  # of a class, such as a task
@@ -29,7 +31,7 @@ class Parser(LightningArgumentParser):
         """What is wrong with an unknown option, and which ones may be meant."""
         name = option.partition("=")[0]
         keys = self.get_defaults().keys()
-        similar = similar_options(name, [f"--{key}" for key in keys])
+        similar = similar_options(name, [presets.OPTION, *(f"--{key}" for key in keys)])
         return f"unknown option {name}" + (f"; similar: {', '.join(similar)}" if similar else "")
 
 

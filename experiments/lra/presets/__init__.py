@@ -10,6 +10,7 @@ from experiments.lra.tasks import Task
 
 FOLDER = Path(__file__).parent
 COMMON = "common.yaml"
+OPTION = "--preset"  # of the command line, which is replaced before the parser sees it
 
 
 def names() -> list[str]:

@@ -183,6 +183,7 @@ def test_all_options_can_be_asked_for(monkeypatch):
             "unknown option --model.encoder.atention; similar: --model.encoder.attention",
         ),
         ("--worker", "unknown option --worker; similar: --data.workers"),
+        ("--prest=nystromformer/image", "unknown option --prest; similar: --preset"),
         ("--data.task.sise=8", "'sise' is not accepted; known: like, size"),
         ("--model.encoder.layers=x", "key \"model.encoder.layers\":\n  Expected a <class 'int'>"),
     ],
@@ -203,6 +204,12 @@ def test_an_accuracy_without_an_error_has_no_distance_in_errors(capsys):
     tested = {"test/accuracy": 0.0, "test/standard_error": 0.0, "test/class_prior": 0.25}
     command.show(result | tested)
     assert "000" not in capsys.readouterr().out
+
+
+def test_a_preset_is_given_as_any_other_option():
+    parted, whole = ["--preset", "tay/text"], ["--preset=tay/text"]
+    expected = [part for path in presets.files_of("tay/text") for part in ("--config", str(path))]
+    assert command.with_presets(parted) == command.with_presets(whole) == expected
 
 
 def test_unknown_presets_list_the_known_ones():

@@ -1,4 +1,5 @@
 import json
+import signal
 import sys
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
-from experiments.lra import curriculum
+from experiments.lra import callbacks, curriculum
 from experiments.lra.curriculum import Run, Stage
 from experiments.lra.options import check_options
 
@@ -133,6 +134,24 @@ def test_a_command_says_how_far_the_run_is(tmp_path):
     done = run("--output", tmp_path, *stages(*STAGES), "--", *FIT)
     assert done.exit_code == 0, done.output
     assert done.output.replace("\n", "") == f"all 2 stages have ended: {place}"
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning and of how it calls jsonargparse
+def test_an_interrupted_stage_says_that_the_same_command_resumes(tmp_path, monkeypatch):
+    """Lightning leaves interruptions ignored, so the test restores their handler."""
+    said, before = [], signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(callbacks, "rank_zero_info", said.append)
+    monkeypatch.setattr(sys, "argv", ["curriculum"])
+    monkeypatch.setattr(
+        callbacks.Interruption,
+        "on_train_batch_start",
+        lambda *_: signal.raise_signal(signal.SIGINT),
+    )
+    done = run("--output", tmp_path, *stages(*STAGES), "--", *FIT)
+    signal.signal(signal.SIGINT, before)
+    assert done.exit_code == 1
+    last = tmp_path / "0-easy-1" / "checkpoints" / "last.ckpt"
+    assert said[-1] == f"Saved {last}. To resume: the same command"
 
 
 @pytest.mark.slow
