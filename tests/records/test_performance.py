@@ -85,5 +85,7 @@ def test_the_design_page_says_how_two_gpus_scale(monkeypatch):
     below = {key for key, share in forward.items() if share < 0.90}
     all_keys = {"random", "top-k"}
     assert {mask for mask, heads, _, _ in below if heads == 4} == all_keys
-    assert {mask for mask, *_ in below} == {"butterfly", "local+global"} | all_keys
+    assert {heads for _, heads, *_ in below} == {4, 16}
+    with_16 = {mask for mask, heads, *_ in below if heads == 16}
+    assert with_16 == {"butterfly", "local+global"} | all_keys
     assert {length for mask, _, length, _ in below if mask == "local+global"} == {2**18}
