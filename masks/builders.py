@@ -40,8 +40,9 @@ def from_intervals(grid: Grid, low: Tensor, high: Tensor) -> BlockMask:
     low, high = low.clamp(0, grid.k_len), high.clamp(0, grid.k_len)
     none = high <= low
     low, high = torch.where(none, grid.k_len, low), torch.where(none, 0, high)
-    inner = _block_runs(grid, low, high, by_all=True)
-    outer = _block_runs(grid, low, high, by_all=False)
+    of_all = _by_block(grid, low, 0).amax(1), _by_block(grid, high, grid.k_len).amin(1)
+    of_any = _by_block(grid, low, grid.k_len).amin(1), _by_block(grid, high, 0).amax(1)
+    inner, outer = _blocks_inside(grid, *of_all), _blocks_touched(grid, *of_any)
     candidates = combine(lambda some, all_: some & ~all_, outer, inner).expand()
 
     of_rows = [_by_block(grid, each, 0) for each in (low, high)]
@@ -64,17 +65,16 @@ def from_intervals(grid: Grid, low: Tensor, high: Tensor) -> BlockMask:
     return BlockMask(block_set.assemble(grid, (0,), inner, candidates, bit_tiles, tile))
 
 
-def _block_runs(grid: Grid, low: Tensor, high: Tensor, by_all: bool) -> Runs:
-    """For each block row the run of blocks that all, or any, of its queries attend."""
-    if by_all:
-        low = _by_block(grid, low, 0).amax(1)
-        high = _by_block(grid, high, grid.k_len).amin(1)
-        begin = -(-low // grid.bk)
-        end = torch.where(high == grid.k_len, grid.nk, high // grid.bk)
-    else:
-        begin = _by_block(grid, low, grid.k_len).amin(1) // grid.bk
-        end = -(-_by_block(grid, high, 0).amax(1) // grid.bk)
-    return grid.runs(0, torch.arange(grid.nq, device=grid.device), begin, end)
+def _blocks_inside(grid: Grid, low: Tensor, high: Tensor) -> Runs:
+    """The blocks of each row whose keys are all in [low, high), with bounds (nq,) in tokens."""
+    end = torch.where(high == grid.k_len, grid.nk, high // grid.bk)
+    return grid.runs(0, torch.arange(grid.nq, device=grid.device), -(-low // grid.bk), end)
+
+
+def _blocks_touched(grid: Grid, low: Tensor, high: Tensor) -> Runs:
+    """The blocks of each row with any key in [low, high), with bounds (nq,) in tokens."""
+    row = torch.arange(grid.nq, device=grid.device)
+    return grid.runs(0, row, low // grid.bk, -(-high // grid.bk))
 
 
 def _by_block(grid: Grid, tokens: Tensor, padding: int) -> Tensor:
@@ -100,14 +100,14 @@ def from_band(grid: Grid, low: int, high: int) -> BlockMask:
 
 def _blocks_of_band(grid: Grid, low: int, high: int) -> tuple[Runs, Runs]:
     """(full blocks, other non-zero blocks) of the band q + low <= k < q + high."""
-    row = torch.arange(grid.nq, device=grid.device)
-    first = row * grid.bq
+    first = torch.arange(grid.nq, device=grid.device) * grid.bq
     last = (first + grid.bq).clamp(max=grid.q_len) - 1
-    # Keys that all queries of a row attend, and keys that any query attends.
-    begin, end = -(-(last + low).clamp(min=0) // grid.bk), (first + high).clamp(max=grid.k_len)
-    inner = grid.runs(0, row, begin, torch.where(end == grid.k_len, grid.nk, end // grid.bk))
-    begin, end = (first + low).clamp(min=0) // grid.bk, (last + high).clamp(max=grid.k_len)
-    outer = grid.runs(0, row, begin, -(-end // grid.bk))
+
+    def keys(lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
+        return (lowest + low).clamp(min=0), (highest + high).clamp(max=grid.k_len)
+
+    inner = _blocks_inside(grid, *keys(last, first))  # keys that all queries of a row attend
+    outer = _blocks_touched(grid, *keys(first, last))  # keys that any of them attends
     return inner, combine(lambda some, all_: some & ~all_, outer, inner)
 
 

@@ -71,8 +71,8 @@ def refused_with_shared_heads(rank: int) -> list[str]:
     calls += [(own, plan, {"key_lengths": torch.tensor([LENGTH] * (2 + (rank == 0)))})]
     calls += [([x[:1] for x in own] if wrong else own, plan, {})]
     calls += [([own[0], own[1].clone().requires_grad_(wrong), own[2]], plan, {})]
-    errors = []
     calls += [([own[0].clone().requires_grad_(wrong), *own[1:]], plan, {})]
+    errors = []
     for tensors, used, options in calls:
         try:
             context_parallel_attention(*tensors, used, group=mesh, check=True, **options)
