@@ -28,7 +28,7 @@ from sparseflash.distributed.capture import check_not_captured
 from sparseflash.distributed.exchange import explain_errors
 
 NEW, INVALID = -1, -2
-MASK = 2**60 - 1  # two such numbers can be added in int64
+LOW_BITS = 2**60 - 1  # two such numbers can be added in int64
 # Odd numbers of 63 bits with about as many ones as zeros in binary.
 OF_LENGTHS, OF_ELEMENTS = 0x5851F42D4C957F2D, 0x14057B7EF767814F
 DISAGREEMENT = (
@@ -58,10 +58,10 @@ class Comparison:
         self._tensors = tensors
         self._captured = any(isinstance(x, Tensor) and is_captured(x.device) for x in tensors)
 
-    def needed(
+    def compare_numbers(
         self, number: int | None, lengths: Tensor | None = None, valid: bool = True
     ) -> bool:
-        """Whether all ranks must compare in full, the same on every rank.
+        """Compares numbers; returns whether all ranks must compare in full, the same on each.
 
         Args:
             number: The number of the call; None if ranks have not compared such a call in full.
@@ -88,7 +88,7 @@ class Comparison:
         device = _device_of(self._group, self._tensors)
         return not numbers_agree(groups, device, number, lengths) or in_full
 
-    def in_full(
+    def compare_in_full(
         self,
         facts: Mapping[str, Any],
         problem: str | None,
@@ -117,7 +117,7 @@ class Comparison:
 def number_of(facts: Mapping[str, Any]) -> int:
     """A number of 60 bits, a digest: equal for equal facts, and for others with chance 2^-60."""
     digest = blake2b(repr(tuple(facts.items())).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") & MASK
+    return int.from_bytes(digest, "big") & LOW_BITS
 
 
 def with_seed(number: int, seed: int) -> int:
@@ -195,7 +195,7 @@ def _hash(lengths: Tensor) -> Tensor:
     number changes if one length changes, or if two are exchanged.
     """
     factors = (torch.arange(1, len(lengths) + 1, device=lengths.device) * OF_ELEMENTS) ^ OF_LENGTHS
-    return (lengths * factors).sum() & MASK
+    return (lengths * factors).sum() & LOW_BITS
 
 
 @cache

@@ -189,25 +189,27 @@ def _attention(
     whole: the plan of all heads if they are divided
     """
     agreed = ("agreed", *(None if x is None else ref(x) for x in (heads_group, group)))
-    compare = None if group is None else Comparison(group, heads_group, tensors, check)
+    comparison = None if group is None else Comparison(group, heads_group, tensors, check)
     try:
         prepared = prepare(*tensors, plan, group, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        if compare is not None and compare.needed(plan.agreed.get(agreed), valid=False):
-            compare.in_full({}, f"{type(error).__name__}: {error}")
+        if comparison is not None and comparison.compare_numbers(
+            plan.agreed.get(agreed), valid=False
+        ):
+            comparison.compare_in_full({}, f"{type(error).__name__}: {error}")
         raise
-    if compare is not None:
+    if comparison is not None:
         has_sinks = arguments["sinks"] is not None
         like_this = (*agreed, has_sinks, *prepared.kind)
         known = plan.agreed.get(like_this)
         number = None if known is None else with_seed(known, prepared.seed)
-        if compare.needed(number, prepared.lengths):
+        if comparison.compare_numbers(number, prepared.lengths):
             facts = prepared.facts(*tensors[:2])
             facts["whether there are sinks"] = has_sinks
             # The plan as it was given: bias, key_lengths and mask may choose another split.
             of_ranks = {"plan": f"{plan} of SHA-256 {plan.digest}"}
             of_ranks["transport"] = prepared.transport_name
-            compare.in_full(facts, None, of_ranks)
+            comparison.compare_in_full(facts, None, of_ranks)
             # Each call adds its seed and key lengths to the number.
             facts |= {"seed": None, "key_lengths": prepared.lengths is not None}
             # Ranks with other heads have other Copies.
@@ -246,9 +248,9 @@ def _with_shared_heads(
         error = problem
     agreed = ("agreed", ref(heads_group))  # a plan does not keep the memory of a group
     number = number_of(facts) if agreed in plan.agreed else None
-    compare = Comparison(group, heads_group, tensors, check)
-    if compare.needed(number, valid=error is None):
-        compare.in_full(facts, None if error is None else str(error))
+    comparison = Comparison(group, heads_group, tensors, check)
+    if comparison.compare_numbers(number, valid=error is None):
+        comparison.compare_in_full(facts, None if error is None else str(error))
         plan.agreed[agreed] = NEW
     if error is not None:
         raise error

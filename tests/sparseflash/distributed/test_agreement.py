@@ -19,7 +19,7 @@ def test_numbers_of_other_facts_are_others():
 @pytest.mark.parametrize("seed", [0, 1, 2**62, -(2**63), 2**64 - 1])
 def test_numbers_never_equal_the_special_ones(seed):
     number = agreement.with_seed(agreement.number_of({"plan": "a"}), seed)
-    assert 0 <= number <= agreement.MASK
+    assert 0 <= number <= agreement.LOW_BITS
     assert agreement.with_seed(number, 1) != number
 
 
@@ -33,7 +33,7 @@ def test_hashes_of_lengths_depend_on_each_length_and_its_place():
     lengths = torch.tensor([[5, 7, 7], [7, 5, 7], [7, 7, 5], [5, 7, 8], [0, 0, 0], [2**31, 7, 7]])
     hashes = [int(agreement._hash(each)) for each in lengths]
     assert len(set(hashes)) == len(hashes)
-    assert all(0 <= each <= agreement.MASK for each in hashes)
+    assert all(0 <= each <= agreement.LOW_BITS for each in hashes)
 
 
 def test_hashes_change_if_two_lengths_are_exchanged():
@@ -55,7 +55,7 @@ def test_hashes_are_sums_in_whole_numbers():
     lengths = torch.tensor([5, 2**31, 77])
     factors = [(i * agreement.OF_ELEMENTS) ^ agreement.OF_LENGTHS for i in (1, 2, 3)]
     expected = sum(n * factor for n, factor in zip(lengths.tolist(), factors, strict=True))
-    assert int(agreement._hash(lengths)) == expected & agreement.MASK
+    assert int(agreement._hash(lengths)) == expected & agreement.LOW_BITS
 
 
 @pytest.mark.parametrize(
