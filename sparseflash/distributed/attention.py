@@ -204,7 +204,7 @@ def _attention(
         known = plan.agreed.get(like_this)
         number = None if known is None else with_seed(known, prepared.seed)
         if comparison.compare_numbers(number, prepared.lengths):
-            facts = prepared.facts(*tensors[:2])
+            facts = prepared.facts()
             facts["whether there are sinks"] = has_sinks
             # The plan as it was given: bias, key_lengths and mask may choose another split.
             of_ranks = {"plan": f"{plan} of SHA-256 {plan.digest}"}

@@ -104,7 +104,7 @@ class Prepared:
         given = tuple(x is None for x in (self.lengths, self.bias, self.mask))
         return *chosen, *given, *self._gradients.values(), sizes, *self.options.items()
 
-    def facts(self, query: Tensor, key: Tensor) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """Properties of the call that must be equal on all ranks, by name."""
         return {
             "options": repr(AttentionOptions(**self.options)),
@@ -112,7 +112,7 @@ class Prepared:
             # A plan in place is another one for calls with these arguments.
             "split, which bias, key_lengths and mask choose,": self.plan.split,
             "return_max_logits": self.call_facts.max_logits,
-            **sizes_of(query, key, self.value),
+            **sizes_of(self.query, self.key, self.value),
             # By which ranks compute other results, and which they do not exchange.
             "key_lengths": None if self.lengths is None else self.lengths.tolist(),
             "whether there is a bias": self.bias is not None,

@@ -16,9 +16,9 @@ dQ, each half of the dims:
 S^T = K Q^T and dP^T = V dO^T give P^T and dS^T, the left operands of dV += P^T dO and dK += dS^T
 Q. dS also goes through shared memory: dQ = dS K sums over the keys of both warpgroups. It is added
 to dQ in global memory, to which the CTAs of other keys add too. The order of those sums, and with
-it the last bits of dQ, differs from run to run, unless sums are ordered: then a warp of its own
-adds each tile (two beside a dQ warpgroup, one for each buffer), after the tiles of other keys that
-come before it.
+it the last bits of dQ, differs from run to run, unless sums are ordered: then two
+warps of their own, the dQ adders, each add one of the two tiles of every block, after the tiles of
+other keys that come before it.
 
     dQ adder      | wait for ordinal i, dQ_i in shared memory | add dQ_i | count ordinal i | ...
 
@@ -133,7 +133,11 @@ class Order(NamedTuple):
 
 
 class DqHandover(NamedTuple):
-    """Barriers of the buffers of dQ through which the dQ adder gets tiles; None without one."""
+    """Barriers of the buffers of dQ through which the dQ adders get tiles.
+
+    full_barriers:  one for each buffer, or without a dQ warpgroup two, one for each dQ adder
+    empty_barriers: one for each buffer
+    """
 
     full_barriers: gl.shared_memory_descriptor
     empty_barriers: gl.shared_memory_descriptor
@@ -144,7 +148,7 @@ class Pipelines(NamedTuple):
 
     dq_buffers:   float32, sources of TMA reductions to dQ: two of the dQ warpgroup, or one of each
         warpgroup
-    dq_handover:  barriers of dq_buffers, one of each kind for each buffer
+    dq_handover:  barriers of dq_buffers; None if sums are not ordered
     grad_buffers: one for each warpgroup, from which dV and dK are stored
     """
 
@@ -242,7 +246,7 @@ def specialize_warps(queries, grad_outs, lse_delta, keys, values, more_keys, mor
                      STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
                      DQ_WARPGROUP: gl.constexpr):  # fmt: skip
     """Starts two consumers, and the dQ warpgroup if there is one; the producer and, if sums are
-    ordered, the dQ adder, in one warp each.
+    ordered, two dQ adders, in one warp each.
     """
     if order.counters is not None:
         specialize_warps_in_order(
@@ -289,8 +293,7 @@ def specialize_warps_in_order(queries, grad_outs, lse_delta, keys, values, more_
                               KEY_STAGES: gl.constexpr, DQ_WARPGROUP: gl.constexpr):  # fmt: skip
     """specialize_warps with dQ adders, whose registers are those of the producer's padding.
 
-    There are two beside a dQ warpgroup, one for each buffer: there an addition takes longer than a
-    step.
+    There are two, because one does not keep up with the steps.
     """
     if DQ_WARPGROUP:
         gl.warp_specialize(
@@ -705,7 +708,7 @@ def add_one_tile(dq_accumulator, pipelines, ds_state, kv_buffer, tile):
 
 @gluon.jit
 def wait_for_dq_adder(pipelines, index, phase):
-    """Waits until the dQ adder, if there is one, has read what was in a buffer of dQ.
+    """Waits until a dQ adder, if there are any, has read what was in a buffer of dQ.
 
     Without a dQ warpgroup a buffer is used once for each tile, whose number is odd or even as the
     stage of its dS is.
