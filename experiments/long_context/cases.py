@@ -90,7 +90,7 @@ class Case:
             limit = blocks * BLOCK
             limited = make_plan(self.mask, self.ranks, fetch_cost=cost, round_tokens=limit)
             if limited.split == "in place" and limited.fetches_again:
-                plans[Way.LIMITED] = limited
+                plans[Way.LIMITED] = plans[Way.CAPTURED] = limited
         if self.ranks > 1:
             plans[Way.COLLECTIVES] = plans[Way.PLAN]
             plans[Way.RING] = ring_plan(self.mask, self.ranks)

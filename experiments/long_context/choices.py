@@ -20,11 +20,13 @@ class Way(StrEnum):
     """Implementations.
 
     Plan: GPUs exchange by copies, if they can. Limited: heads are exchanged in groups, with less
-    memory. All-to-all: the plan, with collectives of NCCL in place of copies.
+    memory. Captured: the same passes in a CUDA graph, so that the host launches them at once.
+    All-to-all: the plan, with collectives of NCCL in place of copies.
     """
 
     PLAN, LIMITED, GATHER, RING = "plan", "plan with limited memory", "all-gather", "ring"
     COLLECTIVES = "plan with all-to-alls"
+    CAPTURED = "plan with limited memory, captured"
 
 
 class Task(StrEnum):

@@ -35,8 +35,13 @@ MAX_RUNS = 10
 BEFORE = 8192
 EXCHANGED = {"cuda": (2**20, 2**24, 2**28, 2**30), "cpu": (2**16, 2**20)}  # bytes of a rank
 OWN = (Way.PLAN, 1)  # the reference of efficiency
-PLANNED = (Way.PLAN, Way.LIMITED, Way.COLLECTIVES)
+PLANNED = (Way.PLAN, Way.LIMITED, Way.CAPTURED, Way.COLLECTIVES)
+WITHOUT_GPUS = {  # why an implementation is skipped on CPUs
+    Way.COLLECTIVES: "without GPUs every plan exchanges by all-to-alls",
+    Way.CAPTURED: "without GPUs there are no CUDA graphs",
+}
 TIMEOUT = timedelta(minutes=5)
+Run = Callable[[], tuple[Tensor, ...]]
 USABLE = 0.95  # the part of the memory of a device that a run may need
 
 
@@ -150,8 +155,8 @@ def measure(
         copies = Copies.where_possible(setting.group, setting.device)
         setting = replace(setting, copies=copies)
     for way in (way for way in case.plans if way in ways):  # the all-gather first
-        if way is Way.COLLECTIVES and setting.device.type != "cuda":
-            skipped[way] = "without GPUs every plan exchanges by all-to-alls"
+        if way in WITHOUT_GPUS and setting.device.type != "cuda":
+            skipped[way] = WITHOUT_GPUS[way]
             continue
         needed, most = _needed_bytes(setting, case, way), _memory(setting.device)
         if needed > USABLE * most:
@@ -178,15 +183,34 @@ def _measured(
 ) -> tuple[Row, tuple[Tensor, ...]]:
     """(row, results) of an implementation, whose results are compared with the expected ones."""
     plan = case.plans[way]
-    attend, own = _prepared(setting, way, plan, case.k)
-    found, difference = _gathered(setting, plan, _passes(attend, own)), None
+    forward, both = _passes(*_prepared(setting, way, plan, case.k))
+    prepare = _as_called
+    if way is Way.CAPTURED:
+        prepare = partial(_captured, device=setting.device)
+    else:
+        both()  # the first call makes tables
+    made: list[Run] = []
+    peak = peak_bytes(lambda: made.append(prepare(both)) or made[0](), setting.device)
+    # The buffers of copies are no memory of the caching allocator.
+    peak += 0 if setting.copies is None else setting.copies.nbytes
+    found, difference = _gathered(setting, plan, made[0]()), None
     if expected is not None:
         difference = max(_difference(*pair) for pair in zip(found, expected, strict=True))
     if difference is not None and not difference < TOLERANCE:
         raise RuntimeError(
             f"{way} on {case.pattern} differs from the first implementation by {difference}"
         )
-    return _row(setting, case, way, difference, attend, own), found
+    with counted() as received:
+        forward()
+    runs = prepare(forward), *made
+    _settle(setting, runs[1])
+    if setting.group is None:
+        times = 2 * _times(setting, runs)
+    else:
+        with nothing_exchanged() as without:
+            silent = (prepare(without(run)) for run in (forward, both))
+            times = _times(setting, (*runs, *silent))
+    return _row(setting, case, way, times, difference, sum(received), peak), found
 
 
 def _memory(device: torch.device) -> float:
@@ -258,11 +282,42 @@ def _scores(setting: Setting, blocks: int) -> Tensor:
     return torch.rand(blocks, blocks, generator=generator, device=setting.device)
 
 
-def _passes(attend: Callable[..., Tensor], own: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """out and the gradients of query, key and value."""
+def _passes(attend: Callable[..., Tensor], own: tuple[Tensor, ...]) -> tuple[Run, Run]:
+    """The forward pass, which returns out, and both, which also return the gradients of inputs."""
     *tensors, grad_out = own
-    out = attend(*tensors)
-    return out.detach(), *torch.autograd.grad(out, tensors, grad_out)
+
+    def forward() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return (attend(*tensors),)
+
+    def both() -> tuple[Tensor, ...]:
+        out = attend(*tensors)
+        return out.detach(), *torch.autograd.grad(out, tensors, grad_out)
+
+    return forward, both
+
+
+def _as_called(run: Run) -> Run:
+    """A run as Python calls it. Its results are freed at the next run, as in a training step."""
+    return run
+
+
+def _captured(run: Run, device: torch.device) -> Run:
+    """The same run as a CUDA graph, which has the memory of its results."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        run()  # makes tables, compares arguments, and allocates buffers that the graph takes over
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        results = run()
+
+    def replay() -> tuple[Tensor, ...]:
+        graph.replay()
+        return results
+
+    return replay
 
 
 def _gathered(
@@ -282,31 +337,13 @@ def _row(
     setting: Setting,
     case: Case,
     way: Way,
+    times: Sequence[float],
     difference: float | None,
-    attend: Callable[..., Tensor],
-    own: tuple[Tensor, ...],
+    received: int,
+    peak: float,
 ) -> Row:
-    def forward() -> object:
-        with torch.no_grad():
-            return attend(*own[:3])
-
-    def both() -> object:
-        return _passes(attend, own)
-
-    _settle(setting, both)
-    if setting.group is None:
-        forward_ms, total_ms = silent = _times(setting, (forward, both))
-    else:
-        with nothing_exchanged() as without:
-            runs = (forward, both, without(forward), without(both))
-            forward_ms, total_ms, *silent = _times(setting, runs)
-    with counted() as received:
-        forward()
-    # Results are freed at the next run, as in a training step.
-    # Nor are the buffers of copies, which are no memory of the caching allocator.
-    needed = peak_bytes(both, setting.device)
-    needed += 0 if setting.copies is None else setting.copies.nbytes
-    peak = _over_ranks(setting, needed)
+    """times: milliseconds of the forward pass, of both, and of the same without exchanges"""
+    forward_ms, total_ms, *silent = times
     plan, sizes = case.plans[way], setting.sizes
     report = sizes.report(plan)
     gathered = max(report.gathered_bytes) / 1e6
@@ -329,16 +366,16 @@ def _row(
         exposed_total_ms=total_ms - silent[1],
         tflops=3.5 * flops / case.ranks / (total_ms * 1e9),
         receive_mb=max(report.receive_bytes) / 1e6 if way in PLANNED else gathered,
-        counted_mb=_over_ranks(setting, sum(received)) / 1e6,
+        counted_mb=_over_ranks(setting, received) / 1e6,
         gathered_mb=gathered,
         shared_rows=report.shared_rows if way in PLANNED else 0,
         imbalance=report.imbalance,
-        peak_bytes=int(peak),
+        peak_bytes=int(_over_ranks(setting, peak)),
         difference=difference,
     )
 
 
-def _times(setting: Setting, runs: Sequence[Callable[[], object]]) -> list[float]:
+def _times(setting: Setting, runs: Sequence[Run]) -> list[float]:
     """Milliseconds of the slowest rank for each of `runs`, which all ranks start at once.
 
     Medians over rounds in which each of them runs once. So the clock of the device, which changes
@@ -350,14 +387,14 @@ def _times(setting: Setting, runs: Sequence[Callable[[], object]]) -> list[float
     return [statistics.median(each) for each in zip(*found, strict=True)]
 
 
-def _settle(setting: Setting, run: Callable[[], object]) -> None:
+def _settle(setting: Setting, run: Run) -> None:
     """Runs for SETTLE_S, so that no implementation is timed on a GPU that has rested."""
     spent = 0.0
     while setting.device.type == "cuda" and spent < SETTLE_S * 1e3:
         spent += _once(setting, run)
 
 
-def _once(setting: Setting, run: Callable[[], object]) -> float:
+def _once(setting: Setting, run: Run) -> float:
     if setting.group is not None:
         dist.barrier(group=setting.group)
     if setting.device.type == "cuda":

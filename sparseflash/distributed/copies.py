@@ -16,12 +16,17 @@ different times.
 A rank releases a buffer when it has launched its last read of that exchange. So a buffer is free
 after the first barrier that follows its release. All ranks start exchanges, and wait for them, in
 the same order, so that they choose the same buffer without communication.
+
+A CUDA graph always uses the buffers that were chosen when it was captured. They serve captured
+passes alone, and each of these begins with a barrier. So all of them are free then, whatever was
+replayed before, and in which order.
 """
 
 import os
 import secrets
 import socket
 from abc import abstractmethod
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,10 +83,22 @@ class Launched:
 
 
 class SharedMemory:
-    """The buffers of a group on one stream of a device, and the stream of its copies."""
+    """The buffers of a group on one stream of a device, and the stream of its copies.
 
-    def __init__(self, group: ProcessGroup, device: torch.device):
-        self.device, self.rank = device, group.rank()
+    Args:
+        group: The ranks.
+        device: The device of this rank.
+        lenders: For captured passes, during which nothing can be allocated: all memories, of
+            which those of other passes lend their free buffers. None to allocate new ones.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        lenders: "Mapping[Any, SharedMemory] | None" = None,
+    ):
+        self.device, self.rank, self._lenders = device, group.rank(), lenders
         self._buffers: list[Buffer] = []
         self._barriers = 0
         self._launched: list[Launched] = []
@@ -94,6 +111,8 @@ class SharedMemory:
         large = [x for x in free if x.nbytes >= nbytes]
         if large:
             found = min(large, key=lambda x: x.nbytes)
+        elif self._lenders is not None:
+            found = self._taken_over(nbytes)
         else:
             if free:  # they are replaced by the new one
                 with explain_errors("its buffers"):
@@ -106,6 +125,21 @@ class SharedMemory:
                 found = Buffer(self._allocated(group, _rounded(nbytes)))
             self._buffers.append(found)
         found.released = None
+        return found
+
+    def _taken_over(self, nbytes: int) -> Buffer:
+        """The smallest large enough buffer of the lenders, which they do not use any more."""
+        lenders = [x for x in (self._lenders or {}).values() if x._lenders is None]
+        lent = [(x, each) for each in lenders for x in each._buffers if x.released is not None]
+        large = [pair for pair in lent if pair[0].nbytes >= nbytes]
+        if not large:
+            raise RuntimeError(
+                f"transport has no buffer of {nbytes} bytes for a pass that is captured in a CUDA "
+                "graph: both passes must run once with the same Copies before they are captured"
+            )
+        found, lender = min(large, key=lambda pair: pair[0].nbytes)
+        lender._buffers.remove(found)
+        self._buffers.append(found)
         return found
 
     def release(self, buffer: Buffer) -> None:
@@ -270,7 +304,11 @@ class Copies(Transport):
     buffers, about twice what the rank that sends most sends at a time, which the statistics of
     torch.cuda do not count. Each stream has its own, so all ranks must divide calls among streams
     in the same way. The buffers live as long as the object, which calls and their graphs refer to,
-    but plans do not. It cannot be used while a CUDA graph is captured.
+    but plans do not.
+
+    Passes that are captured in a CUDA graph take over buffers of passes that ran before, and keep
+    them. The object must live as long as the graph, and all ranks must replay graphs in the same
+    order, one after another.
 
     All ranks of the group must make the object, which waits for the device.
 
@@ -297,7 +335,8 @@ class Copies(Transport):
             raise ValueError(f"transport must be None, because {problem}")
         # By it ranks check that they pass the same object to a call.
         self.number: str = _of_all_ranks(found, self.device, secrets.token_hex(4))[0]
-        self._of_streams: dict[int, SharedMemory] = {}
+        # By stream, and whether a CUDA graph is captured on it.
+        self._of_streams: dict[tuple[int, bool], SharedMemory] = {}
 
     @staticmethod
     def where_possible(
@@ -328,15 +367,22 @@ class Copies(Transport):
         """The buffers of the current stream, which the work of other streams does not touch."""
         stream = 0
         if self.device.type == "cuda":
-            if is_captured(self.device):
-                raise RuntimeError(
-                    "transport must be None if a backward pass is captured in a CUDA graph and "
-                    "its forward pass was not"
-                )
             stream = torch.cuda.current_stream(self.device).cuda_stream
-        if stream not in self._of_streams:
-            self._of_streams[stream] = SharedMemory(self.group, self.device)
-        return self._of_streams[stream]
+        captured = is_captured(self.device)
+        if (stream, captured) not in self._of_streams:
+            lenders = self._of_streams if captured else None
+            memory = SharedMemory(self.group, self.device, lenders)
+            self._of_streams[stream, captured] = memory
+        return self._of_streams[stream, captured]
+
+    def begin_pass(self) -> None:
+        """Frees all buffers that were released, at the beginning of a captured pass.
+
+        What a graph that is replayed before it reads last is not known while it is captured.
+        """
+        if is_captured(self.device):
+            with explain_errors("that a pass begins"):
+                self.memory.barrier(self.group)
 
     @property
     def nbytes(self) -> int:
@@ -367,9 +413,6 @@ class Copies(Transport):
             raise ValueError("transport must be made for the group of the call, got another one")
         if device != self.device:
             raise ValueError(f"transport must be made for {device}, got one for {self.device}")
-        if is_captured(device):
-            # Which buffer is free is decided when a graph is captured, not when it is replayed.
-            raise ValueError("transport must be None while a CUDA graph is captured")
 
     def pulled(self, splits: Splits, like: Tensor, elements: int, what: str) -> Exchange:
         return _Pulled(self, splits, like, elements, what)

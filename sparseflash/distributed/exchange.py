@@ -72,6 +72,10 @@ class Transport(ABC):
     """Moves rows between ranks. All ranks must make equal calls in the same order."""
 
     @abstractmethod
+    def begin_pass(self) -> None:
+        """Says that a forward or backward pass begins, whose exchanges follow."""
+
+    @abstractmethod
     def pulled(self, splits: Splits, like: Tensor, elements: int, what: str) -> Exchange:
         """An exchange whose received rows remain.
 
@@ -127,6 +131,9 @@ class Collectives(Transport):
 
     def __init__(self, group: ProcessGroup | None):
         self._group = group
+
+    def begin_pass(self) -> None:
+        pass  # each exchange has memory of its own
 
     def pulled(self, splits: Splits, like: Tensor, elements: int, what: str) -> Exchange:
         rows = like.new_empty(sum(splits.send), elements)

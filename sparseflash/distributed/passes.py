@@ -53,6 +53,7 @@ class ContextParallelAttention(torch.autograd.Function):
     def forward(
         ctx, query, key, value, bias, block_scores, prepared: Prepared, *score_tensors: Tensor
     ):
+        prepared.transport.begin_pass()
         rows = prepared.part.shared
         shared = None if rows is None else SharedForward(prepared, rows, query)
         if prepared.in_place is None:
@@ -230,6 +231,7 @@ class _Backward:
 
     def run(self) -> list[Tensor | None]:
         """The gradients of query, key, value, bias, block scores and all score tensors."""
+        self._prepared.transport.begin_pass()
         if self._prepared.in_place is None:
             returning = self._run_parts()
         else:

@@ -223,25 +223,42 @@ def layers(rank: int) -> tuple[bool, bool]:
     return equal, held > 0 and copies.nbytes == 0
 
 
-def refused_in_a_graph(rank: int) -> str:
-    """The error of copies while a CUDA graph is captured."""
-    plan = make_plan(mask_of("butterfly", WHOLE), dist.get_world_size())
+def errors_of_captured_copies(rank: int, groups: int) -> dict[str, float]:
+    """The largest difference of both passes as a graph to those that Python calls.
+
+    The graph is replayed several times with new inputs, one after another, between other calls.
+    """
+    limit = None if groups == 1 else WHOLE // 2 // groups
+    options = {"split": "in place", "strategy": "contiguous", "shared_rows": ()}
+    plan = make_plan(
+        mask_of("butterfly", WHOLE), dist.get_world_size(), round_tokens=limit, **options
+    )
     device, stream = torch.device("cuda", rank), torch.cuda.Stream()
-    own = torch.zeros(3, 1, 2, len(plan.positions(rank)), DIMS, device=device).bfloat16()
-    copies = Copies.where_possible()
+    shape = (3, 1, KV_HEADS, len(plan.positions(rank)), DIMS)
+    own = torch.randn(*shape, device=device).bfloat16().requires_grad_()
+    transport = Copies(device=device)
+
+    def both() -> tuple[Tensor, ...]:
+        out = context_parallel_attention(*own.unbind(), plan, transport=transport)
+        return out.detach(), *torch.autograd.grad(out.float().square().sum(), own)
+
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        context_parallel_attention(*own.unbind(), plan)  # the first call makes tables
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        try:
-            context_parallel_attention(*own.unbind(), plan, transport=copies, check=False)
-        except ValueError as error:
-            return str(error)
-        finally:
-            graph.capture_end()
-    return "nothing was refused"
+        both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        captured = both()
+    found: dict[str, float] = {}
+    for number in range(4):
+        with torch.no_grad():
+            own.copy_(torch.randn(*shape, device=device))
+        for _ in range(3):
+            graph.replay()
+        replayed = [x.clone() for x in captured]
+        for x, y in zip(replayed, both(), strict=True):
+            found[f"{number}, {tuple(x.shape)}"] = _difference(x, y)
+    return found
 
 
 def refused_first_call_in_a_graph(rank: int, check: bool | None) -> str:

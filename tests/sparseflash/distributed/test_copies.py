@@ -1,7 +1,7 @@
 """Exchanges by copies: with files in place of the memory of GPUs, against one process."""
 
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
@@ -304,14 +304,77 @@ def copies_of(group: dist.ProcessGroup, device: torch.device) -> Copies:
         return Copies(group, device)
 
 
-def test_a_captured_graph_has_no_copies(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    group, device = mock.Mock(), torch.device("cuda", 0)
-    transport = copies_of(group, device)
-    with pytest.raises(RuntimeError, match="transport must be None if a backward pass is captur"):
-        transport.pulled(Splits(0, [[0]]), torch.empty(0), 1, "rows")
-    with pytest.raises(ValueError, match="transport must be None while a CUDA graph is captured"):
-        transport.check(group, device)
+@contextmanager
+def captured():
+    """A context in which passes are captured in a CUDA graph, as far as copies know."""
+    with mock.patch.object(copies, "is_captured", return_value=True):
+        yield
+
+
+def captured_passes(rank: int, limit: int | None) -> tuple[float, list[bool]]:
+    """(the largest difference of captured passes to the same passes before; properties of buffers)
+
+    limit: round_tokens of the plan
+    """
+    plan = make_plan(masks.butterfly()(256, 16), dist.get_world_size(), round_tokens=limit)
+    own = torch.randn(3, 1, 4, len(plan.positions(rank)), 16).double().requires_grad_()
+
+    def both(transport: Copies) -> tuple[torch.Tensor, ...]:
+        out = context_parallel_attention(*own.unbind(), plan, transport=transport)
+        return out, *torch.autograd.grad(out.square().sum(), own)
+
+    with copies_of_files():
+        transport = Copies()
+        expected = both(transport)
+        held = transport.nbytes
+        with captured(), mock.patch.object(SharedMemory, "_allocated", side_effect=AssertionError):
+            found = [both(transport) for _ in range(3)]
+        taken_over = transport.nbytes == held
+        of_graphs = transport._of_streams[0, True]._buffers
+        both(transport)  # allocates others
+        apart = not any(x in of_graphs for x in transport.memory._buffers)
+    differences = (x - y for each in found for x, y in zip(each, expected, strict=True))
+    return max(float(x.abs().max()) for x in differences), [taken_over, apart, len(of_graphs) > 0]
+
+
+@pytest.mark.parametrize("limit", [None, 64])
+def test_captured_passes_keep_the_buffers_of_earlier_ones(ranks, limit):
+    for answer in ranks.run(captured_passes, limit):
+        assert answer == (0.0, [True, True, True]), answer
+
+
+def refused_in_a_graph(rank: int) -> str:
+    plan = make_plan(masks.causal()(64, 16), dist.get_world_size())
+    own = torch.randn(3, 1, 2, len(plan.positions(rank)), 16).unbind()
+    with copies_of_files():
+        transport = Copies()
+        context_parallel_attention(*own, plan)
+        with captured(), pytest.raises(RuntimeError, match="transport has no buffer") as error:
+            context_parallel_attention(*own, plan, transport=transport)
+    return str(error.value)
+
+
+def test_captured_passes_need_buffers_of_earlier_ones(ranks):
+    for answer in ranks.run(refused_in_a_graph):
+        assert "for a pass that is captured in a CUDA graph: both passes must run once" in answer
+
+
+def test_a_captured_pass_begins_with_all_buffers_free():
+    """What was replayed before has read them last, and no barrier has followed."""
+    with mock.patch.object(copies.dist, "all_reduce"):
+        transport = copies_of(ONE_RANK, torch.device("cpu"))
+        eager = transport.memory
+        with mock.patch.object(eager, "_allocated", lambda _, nbytes: [torch.empty(nbytes)]):
+            lent = eager.take(ONE_RANK, 100)
+        eager.release(lent)
+        with captured():
+            for _ in range(3):
+                transport.begin_pass()
+                taken = transport.memory.take(ONE_RANK, 100)
+                assert taken is lent
+                transport.memory.release(taken)
+        transport.begin_pass()  # it waits for nothing if nothing is captured
+        assert eager._barriers == 0
 
 
 def test_each_stream_has_its_own_buffers(monkeypatch):

@@ -86,9 +86,9 @@ def test_buffers_are_used_again_and_freed(two_gpus):
         assert freed
 
 
-def test_no_copies_in_a_cuda_graph(two_gpus):
-    message = "transport must be None while a CUDA graph is captured"
-    assert two_gpus.run(cases.refused_in_a_graph) == [message] * 2
+@pytest.mark.parametrize("groups", [1, 2])
+def test_both_passes_with_copies_as_a_cuda_graph(two_gpus, groups):
+    check(two_gpus.run(cases.errors_of_captured_copies, groups), 1e-9)
 
 
 def test_rounds(two_gpus):
