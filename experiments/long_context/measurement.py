@@ -375,7 +375,7 @@ def _row(
     )
 
 
-def _times(setting: Setting, runs: Sequence[Run]) -> list[float]:
+def _times(setting: Setting, runs: Sequence[Callable[[], object]]) -> list[float]:
     """Milliseconds of the slowest rank for each of `runs`, which all ranks start at once.
 
     Medians over rounds in which each of them runs once. So the clock of the device, which changes
@@ -387,14 +387,14 @@ def _times(setting: Setting, runs: Sequence[Run]) -> list[float]:
     return [statistics.median(each) for each in zip(*found, strict=True)]
 
 
-def _settle(setting: Setting, run: Run) -> None:
+def _settle(setting: Setting, run: Callable[[], object]) -> None:
     """Runs for SETTLE_S, so that no implementation is timed on a GPU that has rested."""
     spent = 0.0
     while setting.device.type == "cuda" and spent < SETTLE_S * 1e3:
         spent += _once(setting, run)
 
 
-def _once(setting: Setting, run: Run) -> float:
+def _once(setting: Setting, run: Callable[[], object]) -> float:
     if setting.group is not None:
         dist.barrier(group=setting.group)
     if setting.device.type == "cuda":

@@ -17,8 +17,8 @@ A rank releases a buffer when it has launched its last read of that exchange. So
 after the first barrier that follows its release. All ranks start exchanges, and wait for them, in
 the same order, so that they choose the same buffer without communication.
 
-A CUDA graph always uses the buffers that were chosen when it was captured. They serve captured
-passes alone, and each of these begins with a barrier. So all of them are free then, whatever was
+A CUDA graph always uses the buffers that were chosen when it was captured. Only captured passes
+use them, and each of these begins with a barrier. So all of them are free then, whatever was
 replayed before, and in which order.
 """
 
