@@ -26,7 +26,7 @@ class Way(StrEnum):
 
     PLAN, LIMITED, GATHER, RING = "plan", "plan with limited memory", "all-gather", "ring"
     COLLECTIVES = "plan with all-to-alls"
-    CAPTURED = "plan with limited memory, captured"
+    CAPTURED = "captured plan with limited memory"
 
 
 class Task(StrEnum):
