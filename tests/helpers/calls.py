@@ -17,6 +17,8 @@ from sparseflash.score import checked_score_tensors
 
 # configs.MIN_FUSED_BLOCKS with which the fused backward kernel of `hopper` runs for every mask.
 ALWAYS_FUSED = dict.fromkeys(configs.MIN_FUSED_BLOCKS, dict.fromkeys(configs.FUSED_CONFIGS, 0.0))
+# configs.MIN_PLANNED_BLOCKS with which it adds to dQ in a planned order wherever it can.
+ALWAYS_PLANNED = dict.fromkeys(configs.MIN_FUSED_BLOCKS, 0.0)
 
 
 def spec_of(query, key, mask, *, value=None, **facts) -> AttentionSpec:

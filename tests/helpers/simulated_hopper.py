@@ -22,7 +22,7 @@ from sparseflash.dispatch.autograd import run
 from sparseflash.score import ScoreFunction
 from sparseflash.testing import check_attention, make_inputs, poisoned_empty
 from tests.helpers import simulated_gluon
-from tests.helpers.calls import ALWAYS_FUSED, call_on
+from tests.helpers.calls import ALWAYS_FUSED, ALWAYS_PLANNED, call_on
 from tests.helpers.planted_bugs import Bug, plant
 
 PREFIX = f"{hopper.__name__}."
@@ -97,7 +97,7 @@ def simulation(
         if missing := finder.bugs.keys() - finder.loaded:
             raise LookupError(f"no kernel imports {missing}")
         vars(importlib.import_module(f"{PREFIX}configs")).update(
-            MIN_FUSED_BLOCKS=ALWAYS_FUSED, MIN_PLANNED_BLOCKS=ALWAYS_FUSED
+            MIN_FUSED_BLOCKS=ALWAYS_FUSED, MIN_PLANNED_BLOCKS=ALWAYS_PLANNED
         )
         hopper._passes.cache_clear()
         try:

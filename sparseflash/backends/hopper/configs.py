@@ -127,15 +127,15 @@ MIN_FUSED_BLOCKS = {
     # 2026-11-27, 05:50: 0.94, of the fewest blocks that were measured, and 0.993 to 0.999.
     "H200": {64: 4.8, 128: 8.0},
 }
-# With the option planned_order the fused kernel adds to dQ in a planned order, if a block row of
-# keys has at least this many blocks on average. docs/notebook/2026-11.md, 2026-11-27, 18:45: full,
-# causal from 4,096 tokens on and random masks of 16 blocks a row take less time than with two
-# kernels, a butterfly of 8 takes more. At 128 dims nothing is gained. An H100 is not measured.
-MIN_PLANNED_BLOCKS = {"H200": {64: 12.0}}
-# By tile width, assumed except for the 1.75 us from one addition to the next at 64 dims, which are
-# 2 us here: steps of 1.24 and 2.29 us, and half of the time until a buffer of dQ is needed again
-# (two buffers, and one).
-ORDER_TIMES = {64: OrderTimes(1.6, 0.75, 1.0), 128: OrderTimes(0.875, 0.375, 2.0)}
+# With the option planned_order the fused kernel adds to dQ in a planned order where it has a dQ
+# warpgroup, if a block row of keys has at least this many blocks on average. Notebook, 2026-11-27,
+# 18:45: full, causal from 4,096 tokens on and random masks of 16 blocks a row take less time than
+# with two kernels, a butterfly of 8 takes more. At 128 dims nothing was gained. An H100 is not
+# measured.
+MIN_PLANNED_BLOCKS = {"H200": 12.0}
+# Assumed except for the 1.75 us from one addition to the next, which are 2 us here: steps of
+# 1.24 us, and half of the time until one of two buffers of dQ is needed again.
+ORDER_TIMES = OrderTimes(handover=1.6, slack=0.75, work_tile=1.0)
 # Most blocks of all heads whose order is planned: 4 MiB of ordinals, some 3 s on the host.
 MAX_ORDINALS = 2**20
 GPU_OF_OTHER_NAMES = "H200"  # whose thresholds hold for GPUs that the table does not name

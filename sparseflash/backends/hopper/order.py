@@ -80,10 +80,9 @@ def plan_order(table: LookupTable, spec: AttentionSpec, ctas: int, heads_per_gro
                     yield [(bh, rows[bh][row]) for bh in range(first_bh, first_bh + group)]
 
     works = list(work_tiles())
-    times = configs.ORDER_TIMES[configs.tile_width(spec.head_dim)]
-    queues, next_of_work = _assign(works, min(ctas, len(works)), times)
-    ordinals = _ordinals(queues, total, spec.batch * spec.heads * table.by_query.num_rows,
-                   table.by_query.num_rows, times)  # fmt: skip
+    queues, next_of_work = _assign(works, min(ctas, len(works)))
+    tiles = spec.batch * spec.heads * table.by_query.num_rows
+    ordinals = _ordinals(queues, total, tiles, table.by_query.num_rows)
     first_ordinals = [[row.first_ordinal for row in of_head] for of_head in rows]
 
     def on_device(numbers: list) -> Tensor:
@@ -107,9 +106,7 @@ def _rows_of_masks(lists: BlockLists) -> list[list[list[int]]]:
 Work = list[tuple[int, _Row]]
 
 
-def _assign(
-    works: list[Work], ctas: int, times: configs.OrderTimes
-) -> tuple[list[list[Work]], list[int]]:
+def _assign(works: list[Work], ctas: int) -> tuple[list[list[Work]], list[int]]:
     """(work tiles of each CTA, the next one of the same CTA): each goes to the first free CTA."""
     queues: list[list[Work]] = [[] for _ in range(ctas)]
     last = [0] * ctas
@@ -118,7 +115,7 @@ def _assign(
     for number, work in enumerate(works):
         time, cta = free[0]
         blocks = sum(len(row.columns) for _, row in work)
-        heapq.heapreplace(free, (time + 2 * blocks + times.work_tile, cta))
+        heapq.heapreplace(free, (time + 2 * blocks + configs.ORDER_TIMES.work_tile, cta))
         if queues[cta]:
             next_of_work[last[cta]] = number
         last[cta] = number
@@ -126,11 +123,9 @@ def _assign(
     return queues, next_of_work
 
 
-def _ordinals(
-    queues: list[list[Work]], total: int, tiles: int, rows_of_queries: int,
-    times: configs.OrderTimes,
-) -> list[int]:  # fmt: skip
+def _ordinals(queues: list[list[Work]], total: int, tiles: int, rows_of_queries: int) -> list[int]:
     """The ordinal of each block, in the order in which steps of equal length reach it."""
+    times = configs.ORDER_TIMES
     ordinals, counts, free_from = [0] * total, [0] * tiles, [0.0] * tiles
 
     def blocks_of(works: list[Work]) -> Iterator[tuple[int, int, float]]:

@@ -195,6 +195,8 @@ def why_not_planned(table: LookupTable, spec: AttentionSpec) -> str | None:
     reason = _why_not_fused(table, spec)
     if reason is not None:
         return reason
+    if spec.head_dim > configs.MAX_DQ_WARPGROUP_DIMS:
+        return f"head_dim is {spec.head_dim}, needs at most {configs.MAX_DQ_WARPGROUP_DIMS}"
     if spec.has_key_lengths:
         return "there are key lengths"
     if spec.shares_device:
@@ -202,12 +204,9 @@ def why_not_planned(table: LookupTable, spec: AttentionSpec) -> str | None:
     lists, gpu = table.by_key, _gpu(table.device)
     if lists.mean_blocks is None or lists.total_blocks is None:
         return "the device selects the blocks of the mask"
-    least_of_widths = configs.MIN_PLANNED_BLOCKS.get(gpu, {})
-    if not least_of_widths:
-        return f"it is not measured on an {gpu}"
-    least = least_of_widths.get(configs.tile_width(spec.head_dim))
+    least = configs.MIN_PLANNED_BLOCKS.get(gpu)
     if least is None:
-        return f"head_dim is {spec.head_dim}, it is faster up to {max(least_of_widths)}"
+        return f"it is not measured on an {gpu}"
     if lists.mean_blocks < least:
         mean = f"a block row of keys has {lists.mean_blocks:.3g} blocks on average"
         return f"{mean}, it is faster from {least:g} on"

@@ -16,9 +16,9 @@ dQ, each half of the dims:
 S^T = K Q^T and dP^T = V dO^T give P^T and dS^T, the left operands of dV += P^T dO and dK += dS^T
 Q. dS also goes through shared memory: dQ = dS K sums over the keys of both warpgroups. It is added
 to dQ in global memory, to which the CTAs of other keys add too. The order of those sums, and with
-it the last bits of dQ, differs from run to run, unless sums are ordered: then two
-warps of their own, the dQ adders, each add one of the two tiles of every block, after the tiles of
-other keys that come before it.
+it the last bits of dQ, differs from run to run, unless sums are ordered, with tiles of 64 dims:
+then two warps of their own, the dQ adders, each add one of the two tiles of every block, after the
+tiles of other keys that come before it.
 
     dQ adder      | wait for ordinal i, dQ_i in shared memory | add dQ_i | count ordinal i | ...
 
@@ -133,11 +133,7 @@ class Order(NamedTuple):
 
 
 class DqHandover(NamedTuple):
-    """Barriers of the buffers of dQ through which the dQ adders get tiles.
-
-    full_barriers:  one for each buffer, or without a dQ warpgroup two, one for each dQ adder
-    empty_barriers: one for each buffer
-    """
+    """Barriers of the buffers of dQ through which the dQ adders get tiles, one for each buffer."""
 
     full_barriers: gl.shared_memory_descriptor
     empty_barriers: gl.shared_memory_descriptor
@@ -223,6 +219,7 @@ def backward_fused_kernel(
         lse_delta_buffers,
     )
     ORDERED: gl.constexpr = counters is not None
+    gl.static_assert(DQ_WARPGROUP or not ORDERED, "ordered sums of dQ need the dQ warpgroup")
     ADDERS: gl.constexpr = 2 if ORDERED else 0
     work_queue = make_work_queue((3 if DQ_WARPGROUP else 2) + ADDERS)
     dropout = Dropout(seed_low, seed_high, threshold, keep_scale)
@@ -247,12 +244,27 @@ def specialize_warps(queries, grad_outs, lse_delta, keys, values, more_keys, mor
                      DQ_WARPGROUP: gl.constexpr):  # fmt: skip
     """Starts two consumers, and the dQ warpgroup if there is one; the producer and, if sums are
     ordered, two dQ adders, in one warp each.
+
+    There are two dQ adders, because one does not keep up with the steps. Their registers are those
+    of the producer's padding.
     """
     if order.counters is not None:
-        specialize_warps_in_order(
-            queries, grad_outs, lse_delta, keys, values, more_keys, more_values, dq_accumulator,
-            grad_keys, grad_values, pipelines, load_pipelines, params, order, QHEADS_PER_KVHEAD,
-            MASKED, STAGES, KEY_STAGES, DQ_WARPGROUP,
+        gl.warp_specialize(
+            [
+                (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 0,
+                            QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, True)),
+                (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 1,
+                            QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, True)),
+                (dq_warpgroup, (dq_accumulator, pipelines, params, QHEADS_PER_KVHEAD, KEY_STAGES)),
+                (producer, (queries, grad_outs, lse_delta, keys, values, more_keys, more_values,
+                            grad_keys, load_pipelines, params, QHEADS_PER_KVHEAD, STAGES,
+                            KEY_STAGES, order.next_of_work)),
+                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 0)),
+                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 1)),
+            ],
+            [4, 4, 1, 1, 1],
+            [CONSUMER_REGISTERS_BESIDE_DQ, DQ_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
+             PRODUCER_REGISTERS],
         )  # fmt: skip
     elif DQ_WARPGROUP:
         gl.warp_specialize(
@@ -286,56 +298,8 @@ def specialize_warps(queries, grad_outs, lse_delta, keys, values, more_keys, mor
 
 
 @gluon.jit
-def specialize_warps_in_order(queries, grad_outs, lse_delta, keys, values, more_keys, more_values,
-                              dq_accumulator, grad_keys, grad_values, pipelines, load_pipelines,
-                              params, order, QHEADS_PER_KVHEAD: gl.constexpr,
-                              MASKED: gl.constexpr, STAGES: gl.constexpr,
-                              KEY_STAGES: gl.constexpr, DQ_WARPGROUP: gl.constexpr):  # fmt: skip
-    """specialize_warps with dQ adders, whose registers are those of the producer's padding.
-
-    There are two, because one does not keep up with the steps.
-    """
-    if DQ_WARPGROUP:
-        gl.warp_specialize(
-            [
-                (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 0,
-                            QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, True)),
-                (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 1,
-                            QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, True)),
-                (dq_warpgroup, (dq_accumulator, pipelines, params, QHEADS_PER_KVHEAD, KEY_STAGES)),
-                (producer, (queries, grad_outs, lse_delta, keys, values, more_keys, more_values,
-                            grad_keys, load_pipelines, params, QHEADS_PER_KVHEAD, STAGES,
-                            KEY_STAGES, order.next_of_work)),
-                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 0, True)),
-                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 1, True)),
-            ],
-            [4, 4, 1, 1, 1],
-            [CONSUMER_REGISTERS_BESIDE_DQ, DQ_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
-             PRODUCER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 0,
-                            QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, False)),
-                (consumer, (dq_accumulator, grad_keys, grad_values, pipelines, params, 1,
-                            QHEADS_PER_KVHEAD, MASKED, STAGES, KEY_STAGES, False)),
-                (producer, (queries, grad_outs, lse_delta, keys, values, more_keys, more_values,
-                            grad_keys, load_pipelines, params, QHEADS_PER_KVHEAD, STAGES,
-                            KEY_STAGES, order.next_of_work)),
-                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 0,
-                            False)),
-                (dq_adder, (dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD, 1,
-                            False)),
-            ],
-            [4, 1, 1, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-
-
-@gluon.jit
 def make_dq_handover():
-    return DqHandover(make_mbarriers(4, 1), make_mbarriers(2, 1))
+    return DqHandover(make_mbarriers(2, 1), make_mbarriers(2, 1))
 
 
 @gluon.jit
@@ -414,8 +378,6 @@ def consumer(dq_accumulator, grad_keys, grad_values, pipelines, params, WARPGROU
                 consumer_release(pipelines.key_pipeline, buffer_state)
         consumer_release(pipelines.value_pipeline, kv_state)
         key_state = advance(key_state, KEY_STAGES)
-        if not DQ_WARPGROUP:
-            wait_for_dq_adder(pipelines, WARPGROUP, states.ds.stage ^ 1)
         dk = dk * (params.scale_log2 * LN2)
         if params.dropout.threshold is not None:
             dv = dv * params.dropout.keep_scale
@@ -487,14 +449,12 @@ def mainloop(dk, dv, states, kv_operands, dq_accumulator, pipelines, params, blo
     else:
         dq = issue_dq_mma(pipelines, states, WARPGROUP)
         tma_store_wait(0)
-        wait_for_dq_adder(pipelines, WARPGROUP, states.ds.stage ^ 1)
         dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
         dq_buffer = pipelines.dq_buffers.index(WARPGROUP)
         store_to_shared(dq_buffer, dq)
         fence_async_shared()
         last_tile = first_tile + block * TILES_PER_BLOCK + (TILES_PER_BLOCK - 1)
-        full = states.ds.stage * 2 + WARPGROUP
-        add_or_hand_over(dq_accumulator, pipelines, WARPGROUP, full, last_tile * 2 + WARPGROUP)
+        reduce_add(dq_accumulator, dq_buffer, last_tile * 2 + WARPGROUP)
     consumer_release(pipelines.query_pipeline, states.query)
     return dk, dv, advance_states(states, STAGES)
 
@@ -552,7 +512,6 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
     # The buffer of dQ is written below, so its previous TMA reduction must have completed.
     if prev_dq_tile is not None:
         tma_store_wait(0)
-        wait_for_dq_adder(pipelines, WARPGROUP, prev_states.ds.stage ^ 1)
     if DQ_WARPGROUP:
         # The dQ warpgroup must have read the previous dS of the buffer that is written below.
         ds_empty = pipelines.ds_exchange.empty_barriers.index(states.ds.stage)
@@ -592,8 +551,7 @@ def mma_one_tile(dk, dv, prev_ds, prev_states, prev_dq_tile, states, kv_operands
     fence_async_shared()
     mbarrier.arrive(pipelines.ds_exchange.full_barriers.index(ds_buffer), count=1)
     if prev_dq_tile is not None:
-        full = prev_states.ds.stage * 2 + WARPGROUP
-        add_or_hand_over(dq_accumulator, pipelines, WARPGROUP, full, prev_dq_tile * 2 + WARPGROUP)
+        reduce_add(dq_accumulator, dq_buffer, prev_dq_tile * 2 + WARPGROUP)
     if prev_states is not None:
         consumer_release(pipelines.query_pipeline, prev_states.query)
     consumer_release(pipelines.grad_out_pipeline, state)
@@ -694,51 +652,32 @@ def add_one_tile(dq_accumulator, pipelines, ds_state, kv_buffer, tile):
         key = stage_matrix(pipelines.key_pipeline, opaque(kv_buffer + warpgroup))
         dq = warpgroup_mma(ds, key, dq, use_acc=warpgroup == 1, is_async=True)
     # There are as many buffers of dQ as stages of dS. The TMA reduction from this one, two tiles
-    # ago, must have read it.
+    # ago, must have read it: that of this warpgroup, or of a dQ adder.
     tma_store_wait(DS_STAGES - 1)
-    wait_for_dq_adder(pipelines, ds_state.stage, ds_state.phase ^ 1)
+    if pipelines.dq_handover is not None:
+        dq_empty = pipelines.dq_handover.empty_barriers.index(ds_state.stage)
+        mbarrier.wait(dq_empty, ds_state.phase ^ 1)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     dq_buffer = pipelines.dq_buffers.index(ds_state.stage)
     store_to_shared(dq_buffer, dq)
     fence_async_shared()
     # Triton synchronises the warps here, each of which must have read dS.
     mbarrier.arrive(ds_exchange.empty_barriers.index(ds_state.stage), count=1)
-    add_or_hand_over(dq_accumulator, pipelines, ds_state.stage, ds_state.stage, tile)
-
-
-@gluon.jit
-def wait_for_dq_adder(pipelines, index, phase):
-    """Waits until a dQ adder, if there are any, has read what was in a buffer of dQ.
-
-    Without a dQ warpgroup a buffer is used once for each tile, whose number is odd or even as the
-    stage of its dS is.
-    """
-    if pipelines.dq_handover is not None:
-        mbarrier.wait(pipelines.dq_handover.empty_barriers.index(index), phase)
-
-
-@gluon.jit
-def add_or_hand_over(dq_accumulator, pipelines, index, full, box):
-    """Adds a buffer to dQ, or signals its dQ adder that it is full; after a fence.
-
-    full: number of the barrier of the dQ adder
-    """
     if pipelines.dq_handover is None:
-        reduce_add(dq_accumulator, pipelines.dq_buffers.index(index), box)
+        reduce_add(dq_accumulator, dq_buffer, tile)
     else:
-        mbarrier.arrive(pipelines.dq_handover.full_barriers.index(full), count=1)
+        mbarrier.arrive(pipelines.dq_handover.full_barriers.index(ds_state.stage), count=1)
 
 
 @gluon.jit
 def dq_adder(dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD: gl.constexpr,
-             NUMBER: gl.constexpr, DQ_WARPGROUP: gl.constexpr):  # fmt: skip
+             NUMBER: gl.constexpr):  # fmt: skip
     """Adds one tile of dQ of each block, when the ordinal of the block is reached, in one warp.
 
     What it reads from global memory is loaded during the addition before.
 
     NUMBER: 0 or 1, that of the tile in its block
     """
-    BUFFERS: gl.constexpr = 1 if DQ_WARPGROUP else 2
     phase = 0
     work_state = PipelineState(0, 0)
     work, work_state = receive_work(params, work_state)
@@ -757,21 +696,13 @@ def dq_adder(dq_accumulator, pipelines, params, order, QHEADS_PER_KVHEAD: gl.con
                 for i in range(n_blocks):
                     tile = first_tile + block * TILES_PER_BLOCK
                     wait_for_count(order.counters + tile, ordinal)
-                    for i_buffer in gl.static_range(BUFFERS):
-                        index = NUMBER if DQ_WARPGROUP else i_buffer
-                        full = NUMBER if DQ_WARPGROUP else NUMBER * 2 + i_buffer
-                        mbarrier.wait(pipelines.dq_handover.full_barriers.index(full), phase)
-                        reduce_add(
-                            dq_accumulator, pipelines.dq_buffers.index(index),
-                            tile * BUFFERS + i_buffer,
-                        )  # fmt: skip
+                    mbarrier.wait(pipelines.dq_handover.full_barriers.index(NUMBER), phase)
+                    reduce_add(dq_accumulator, pipelines.dq_buffers.index(NUMBER), tile)
                     following = gl.minimum(i + 1, n_blocks - 1)
                     block = block_index(params, work.blocks, following)
                     ordinal = gl.load(ordinals + following)
                     tma_store_wait(0)
-                    for i_buffer in gl.static_range(BUFFERS):
-                        index = NUMBER if DQ_WARPGROUP else i_buffer
-                        mbarrier.arrive(pipelines.dq_handover.empty_barriers.index(index), count=1)
+                    mbarrier.arrive(pipelines.dq_handover.empty_barriers.index(NUMBER), count=1)
                     count_completed_stores(order.counters + tile)
                     phase = phase ^ 1
             work, work_state = receive_work(params, work_state)

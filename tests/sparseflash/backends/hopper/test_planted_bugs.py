@@ -257,7 +257,9 @@ WITHOUT_DQ_WARPGROUP = {
     ),
 }
 DQ_WARPGROUP = {
-    "dS is not waited for": planted(FUSED, DEADLOCK, Drop(Call("add_one_tile", "wait"))),
+    "dS is not waited for": planted(
+        FUSED, DEADLOCK, Drop(Call("add_one_tile", "wait", "ds_exchange"))
+    ),
     "dS is overwritten before it is read": planted(
         FUSED, DEADLOCK, Drop(Call("mma_one_tile", "wait", "ds_empty"))
     ),
