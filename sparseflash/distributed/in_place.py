@@ -1,12 +1,15 @@
 """Both passes of a rank that computes in place: see `passes`.
 
 Heads are computed in one group, or in several if memory is limited. Then the keys and values of a
-group are fetched while the group before is computed, and in the backward pass once more, so that
-those of two groups are in memory at most:
+group are fetched while the group before is computed, and in the backward pass once more:
 
     forward     all ready rows, then for each group: its waiting rows
     backward    for each group: dQ, dK and dV of received keys, dK and dV of own keys; the
                 gradients that other ranks send meanwhile are added to those of own keys
+
+The forward pass has the keys and values of two groups in memory, at most. The backward pass has
+more to keep: it fetches those of the next group when those of a group are not read any more, while
+dK and dV of own keys are computed.
 
 With many groups the host limits the speed. So what all groups have in common, views of their
 heads, is made once for a pass.
@@ -165,19 +168,17 @@ class BackwardInPlace:
             return self._grads, returning
         both = self._keys_of(0, self._fetch(0))
         for number, step in enumerate(self._steps):
-            coming = self._fetch(number + 1)
             group = self._group(number)
             grads = self._of_inputs[number]
             self._write_of_queries(group, grads, both)
-            # What is sent for the next group is freed before there are gradients to send.
-            following = self._keys_of(number + 1, coming)
-            del coming
             returned = self._returned(group, step, both) if any(self._of_keys) else None
-            both.clear()  # now, and not when the pass has ended
-            both = following
+            both.clear()  # before the keys of the next group arrive
+            coming = self._fetch(number + 1)
             if returned is not None:
                 returned.send()
             self._write_of_own_keys(group, grads)
+            both = self._keys_of(number + 1, coming)
+            del coming
             if returned is not None and limited:
                 self._add(returned, grads)
             elif returned is not None:
