@@ -323,6 +323,8 @@ class Copies(Transport):
         RuntimeError: Another rank died or did not answer within the time-out of the group.
     """
 
+    several_at_once = True
+
     def __init__(self, group: Group = None, device: torch.device | str | None = None):
         found = group_or_world(group)
         if found is None:

@@ -69,7 +69,14 @@ class Exchange(ABC):
 
 
 class Transport(ABC):
-    """Moves rows between ranks. All ranks must make equal calls in the same order."""
+    """Moves rows between ranks. All ranks must make equal calls in the same order.
+
+    Attributes:
+        several_at_once: Whether several exchanges run beside one kernel of attention. If not, the
+            second one begins when the kernel has ended.
+    """
+
+    several_at_once: bool
 
     @abstractmethod
     def begin_pass(self) -> None:
@@ -128,6 +135,8 @@ class Collective(Exchange):
 
 class Collectives(Transport):
     """All-to-alls of a process group."""
+
+    several_at_once = False  # their kernels need multiprocessors, and attention has all of them
 
     def __init__(self, group: ProcessGroup | None):
         self._group = group

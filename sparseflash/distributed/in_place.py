@@ -7,9 +7,10 @@ group are fetched while the group before is computed, and in the backward pass o
     backward    for each group: dQ, dK and dV of received keys, dK and dV of own keys; the
                 gradients that other ranks send meanwhile are added to those of own keys
 
-The forward pass has the keys and values of two groups in memory, at most. The backward pass has
-more to keep: it fetches those of the next group when those of a group are not read any more, while
-dK and dV of own keys are computed.
+The keys and values of two groups are in memory at most. In the backward pass those of the next
+group are fetched while dQ is computed, and gradients are sent while dK and dV of own keys are. If
+both exchanges can run beside one kernel, these keys are fetched then, too: those of the group are
+not read any more, so that less is in memory.
 
 With many groups the host limits the speed. So what all groups have in common, views of their
 heads, is made once for a pass.
@@ -166,19 +167,23 @@ class BackwardInPlace:
             self._write_of_queries(group, self._grads, [])
             self._write_of_own_keys(group, self._grads)
             return self._grads, returning
+        late = self._prepared.transport.several_at_once
         both = self._keys_of(0, self._fetch(0))
         for number, step in enumerate(self._steps):
+            coming = None if late else self._fetch(number + 1)
             group = self._group(number)
             grads = self._of_inputs[number]
             self._write_of_queries(group, grads, both)
+            # What is sent for the next group is freed before there are gradients to send.
+            following = [] if late else self._keys_of(number + 1, coming)
             returned = self._returned(group, step, both) if any(self._of_keys) else None
-            both.clear()  # before the keys of the next group arrive
-            coming = self._fetch(number + 1)
+            both.clear()  # before the keys of the next group arrive, if they are fetched late
+            coming = self._fetch(number + 1) if late else None
             if returned is not None:
                 returned.send()
             self._write_of_own_keys(group, grads)
-            both = self._keys_of(number + 1, coming)
-            del coming
+            both = self._keys_of(number + 1, coming) if late else following
+            del coming, following
             if returned is not None and limited:
                 self._add(returned, grads)
             elif returned is not None:
