@@ -119,6 +119,7 @@ def _stamps(p: Parameters, margin: int, rules: Rules) -> Stamps:
     width = p.side + 2 * frame
     inside = np.pad(np.ones((p.side, p.side), bool), frame)
     straightness = _straightness(angles[:, None] - towards, p.continuity)
+    strides = [_stride(p.segment + 2 * margin, angle, clipped) for angle in angles]
     return Stamps(
         side=p.side,
         padding=p.padding,
@@ -140,7 +141,7 @@ def _stamps(p: Parameters, margin: int, rules: Rules) -> Stamps:
             [rules.directions == "any" or _reaches_all_quadrants(mask) for mask in solid]
         ),
         circle=circle,
-        strides=np.stack([_stride(p.segment + 2 * margin, angle, clipped) for angle in angles]),
+        strides=np.stack(strides).astype(np.float64),  # one type: numba compiles once for both
         turns=_lists(straightness, straightness > 0, np.arange(len(circle))),
         near=(np.argwhere(_disc(margin)) - margin) @ (width, 1),
         disc=_steps(disc[None], disc[None] > 0, width),

@@ -1,6 +1,7 @@
 import hashlib
 from typing import Any, cast
 
+import numba
 import numpy as np
 import pytest
 import scipy.ndimage
@@ -43,6 +44,11 @@ class TestPathfinder:
         assert not np.array_equal(images[3][0][0], other[3][0][0])
         seeds = Pathfinder(seed=1).images("train", 10)
         assert not np.array_equal(images[3][0][0], seeds[3][0][0])
+
+    def test_stamps_of_all_rules_have_one_type(self):
+        """Or the generator would be compiled again, which takes half a minute."""
+        rules = [snakes.Rules(resampling=name) for name in ("release", "clipped")]
+        assert len({numba.typeof(snakes.stamps(32, each)[0]) for each in rules}) == 1
 
     def test_no_split_holds_images_of_another(self, tmp_path):
         splits = Pathfinder(sizes=(3, 3, 3)).splits(tmp_path)
