@@ -11,6 +11,7 @@ fence is not found.
 """
 
 import threading
+from bisect import bisect_right
 from types import SimpleNamespace
 
 import torch
@@ -32,7 +33,8 @@ class Partitions:
     """
 
     def __init__(self, work):
-        self.turns = [threading.Semaphore(0) for _ in work]
+        # One that can run has its lock released. A semaphore, made of Python, takes twice as long.
+        self.turns = [threading.Lock() for _ in work]
         self.waits = {number: (lambda: True, "to begin") for number in range(len(work))}
         self.failure: Exception | None = None
         self.threads = [
@@ -41,7 +43,8 @@ class Partitions:
         ]
 
     def join(self):
-        for thread in self.threads:
+        for turn, thread in zip(self.turns, self.threads, strict=True):
+            turn.acquire()
             thread.start()
         self.turns[0].release()
         for thread in self.threads:
@@ -72,21 +75,22 @@ class Partitions:
         del self.waits[_partition.number]
 
     def resume_next(self):
-        """Chooses the partition that runs next, of those that can continue; all, to end, after a
-        failure.
+        """Chooses the partition that runs next, of those that can continue; after a failure each
+        of them, to end.
         """
-        if not self.failure:  # else all run, and change what others wait for
-            last = _partition.number
-            following = sorted(self.waits, key=lambda number: (number <= last, number))
-            ready = [number for number in following if self.waits[number][0]()]
-            if ready:
-                self.turns[ORDER(ready) if ORDER else ready[0]].release()
-            elif self.waits:
-                what = {number: what for number, (_, what) in self.waits.items()}
-                self.failure = Failure(f"deadlock, partitions wait for {what}")
-        if self.failure:
-            for turn in self.turns:
-                turn.release()
+        waiting = sorted(self.waits)
+        after = bisect_right(waiting, _partition.number)
+        following = waiting[after:] + waiting[:after]
+        if ORDER:
+            following = waiting if ORDER is min else waiting[::-1]
+        ready = (number for number in following if self.failure or self.waits[number][0]())
+        chosen = next(ready, None)
+        if chosen is None and waiting:
+            what = {number: what for number, (_, what) in self.waits.items()}
+            self.failure = Failure(f"deadlock, partitions wait for {what}")
+            chosen = following[0]
+        if chosen is not None:
+            self.turns[chosen].release()
 
 
 def _run(function, *arguments, **constants):
@@ -114,8 +118,8 @@ def constexpr(value):
 
 
 class Pointer:
-    def __init__(self, tensor: Tensor, offset=0):
-        self.entries, self.offset = tensor.detach().view(-1), offset
+    def __init__(self, entries: Tensor, offset=0):
+        self.entries, self.offset = entries, offset
 
     def __add__(self, offset):
         return Pointer(self.entries, self.offset + offset)
@@ -175,9 +179,10 @@ class Buffer(SharedMemory):
         return self.tensor.dtype
 
     def index(self, i):
-        if not 0 <= int(i) < len(self.tensor):
-            raise Failure(f"buffer {int(i)} of {len(self.tensor)}")
-        return Buffer(self.tensor[int(i)])
+        i, count = int(i), self.tensor.shape[0]
+        if not 0 <= i < count:
+            raise Failure(f"buffer {i} of {count}")
+        return Buffer(self.tensor[i])
 
     def reshape(self, shape):
         return Buffer(self.tensor.view(shape))
@@ -404,6 +409,8 @@ def _allocate(dtype, shape, layout):
 
 def _load(pointer, mask=True, other=0):
     offset = torch.as_tensor(pointer.offset)
+    if mask is True:  # of most loads, which are of one number
+        return pointer.entries[offset].clone()
     mask = torch.as_tensor(mask).expand(offset.shape)
     found = pointer.entries[torch.where(mask, offset, 0)]
     return torch.where(mask, found, torch.as_tensor(other, dtype=found.dtype))
@@ -474,7 +481,7 @@ class Kernel:
 def _argument(x):
     """Tensors as pointers, integers as those of 32 bits that they are in a kernel."""
     if isinstance(x, Tensor):
-        return Pointer(x)
+        return Pointer(x.detach().view(-1))
     return torch.tensor(x, dtype=torch.int32) if isinstance(x, int) else x
 
 
