@@ -1,5 +1,6 @@
 """Masks, inputs and plans of tests of attention over a sequence that ranks share."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ STRATEGIES = ("contiguous", "zigzag", "shuffled")
 WHOLE = 13 * BLOCK  # tokens of whole blocks
 
 
+@cache
 def mask_of(name: str, length: int = LENGTH) -> BlockMask:
     """The mask of a case."""
     causal, near = masks.causal(), masks.local((20, 0))
@@ -38,6 +40,7 @@ def mask_of(name: str, length: int = LENGTH) -> BlockMask:
     return patterns[name](length, BLOCK)
 
 
+@cache
 def masks_of(name: str) -> BlockMask | MaskBatch:
     """The mask of a case, or those of each batch element."""
     batches = {
@@ -91,6 +94,7 @@ def round_of_groups(whole: ContextPlan, groups: int) -> int:
     return BLOCK * max(1, -(-most // groups))
 
 
+@cache
 def plan_in_place(
     mask_name: str,
     strategy: str,

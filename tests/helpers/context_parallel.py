@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import masks
 import sparseflash
@@ -49,14 +49,18 @@ def errors(
     rank: int, mask_name: str, strategy: str, split: str, extras: dict[str, Any]
 ) -> dict[str, float]:
     """The largest difference to one process of out, lse and each gradient."""
-    mask = masks_of(mask_name)
-    plan = plan_of(mask, dist.get_world_size(), strategy, split)
-    extras = dict(extras)
+    plan, extras = _plan_of(mask_name, dist.get_world_size(), strategy, split), dict(extras)
     if extras.pop("reads", False):
         table = torch.linspace(-2, 2, HEADS * 50, dtype=torch.float64).view(HEADS, 50).sin()
         extras |= {"score": _score_of_tensors(), "table": table}
     tensors = inputs(extras.pop("dtype", torch.float64), extras.pop("value_dim", DIMS))
-    return errors_of_call(rank, plan, (mask, None), tensors, extras)
+    return errors_of_call(rank, plan, (masks_of(mask_name), None), tensors, extras)
+
+
+@cache
+def _plan_of(mask_name: str, ranks: int, strategy: str, split: str) -> ContextPlan:
+    """Made once: calls that differ in their options share a plan, as the layers of a model do."""
+    return plan_of(masks_of(mask_name), ranks, strategy, split)
 
 
 def errors_in_place(
@@ -262,13 +266,9 @@ def errors_of_call(
     extras = dict(extras)
     shared = {name: extras.pop(name) for name in ("bias", "sinks", "table") if name in extras}
 
-    whole = [x.clone().requires_grad_() for x in tensors]
-    whole_shared = {name: x.clone().requires_grad_() for name, x in shared.items()}
-    read = _reads(whole_shared)
-    results = sparseflash.attention(*whole, used[0], return_lse=True, **read, **extras)
+    results, gradients = _of_one_process(used[0], given, shared, extras)
     out, lse, *max_logits = results
     grad_lse = grad_lse * lse.isfinite()
-    torch.autograd.backward([out, lse], [grad_out, grad_lse.to(lse.dtype)])
 
     dtype = torch.float32 if kernels else tensors[0].dtype
     own = [plan.shard(x, rank, 2).to(dtype).requires_grad_() for x in tensors]
@@ -286,12 +286,49 @@ def errors_of_call(
     found["lse"] = (gather(own_lse.detach(), plan, 2), lse)
     for mine, one in zip(own_max_logits, max_logits, strict=True):
         found["maximum logits"] = (gather(mine, plan, 2), one)
-    for name, mine, one in zip(("query", "key", "value"), own, whole, strict=True):
-        found[name] = (gather(mine.grad, plan, 2), one.grad)
+    for name, mine in zip(("query", "key", "value"), own, strict=True):
+        found[name] = (gather(mine.grad, plan, 2), gradients[name])
     for name, mine in own_shared.items():
         dist.all_reduce(mine.grad)
-        found[name] = (mine.grad, whole_shared[name].grad)
+        found[name] = (mine.grad, gradients[name])
     return {name: difference(*pair) for name, pair in found.items()}
+
+
+_kept: dict[tuple, tuple] = {}
+
+
+def _of_one_process(
+    mask: BlockMask | MaskBatch | DynamicMask,
+    given: tuple[Tensor, ...],
+    shared: dict[str, Tensor],
+    extras: dict[str, Any],
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """The results of a call on the whole sequence, and its gradients by name.
+
+    They are kept if no option is a tensor: many cases differ in their plan alone.
+    """
+    *tensors, grad_out, grad_lse = given
+    key = None
+    if not shared and all(isinstance(x, bool | float | int) for x in extras.values()):
+        # The sums tell tensors of one shape apart.
+        numbers = tuple((x.shape, x.dtype, x.double().sum().item()) for x in given)
+        key = (id(mask), numbers, *sorted(extras.items()))
+        if key in _kept:
+            return _kept[key][1:]
+    whole = [x.clone().requires_grad_() for x in tensors]
+    whole_shared = {name: x.clone().requires_grad_() for name, x in shared.items()}
+    results = sparseflash.attention(
+        *whole, mask, return_lse=True, **_reads(whole_shared), **extras
+    )
+    out, lse, *_ = results
+    grad_lse = (grad_lse * lse.isfinite()).to(lse.dtype)
+    torch.autograd.backward([out, lse], [grad_out, grad_lse])
+    leaves = dict(zip(("query", "key", "value"), whole, strict=True)) | whole_shared
+    results = tuple(x.detach() for x in results)
+    gradients = {name: x.grad for name, x in leaves.items() if x.grad is not None}
+    if key is not None:
+        _kept[key] = (mask, results, gradients)  # with the mask, whose id is no other's then
+    return results, gradients
 
 
 def _reads(shared: dict[str, Tensor]) -> dict[str, Any]:
@@ -392,6 +429,12 @@ def selected(rank: int) -> dict[str, float]:
     return found
 
 
+@cache
+def _two_by_two() -> DeviceMesh:
+    """Its groups are made once: each time takes longer than a call."""
+    return init_device_mesh("cpu", (2, 2))
+
+
 def errors_with_shared_heads(
     rank: int, mask_name: str, split: str, extras: dict[str, Any]
 ) -> dict[str, float]:
@@ -399,8 +442,8 @@ def errors_with_shared_heads(
 
     With "selects" each batch element and head has the blocks with the highest scores.
     """
-    mesh, mask, extras = init_device_mesh("cpu", (2, 2)), masks_of(mask_name), dict(extras)
-    plan = plan_of(mask, mesh.get_group(0).size(), "zigzag", split)
+    mesh, mask, extras = _two_by_two(), masks_of(mask_name), dict(extras)
+    plan = _plan_of(mask_name, mesh.get_group(0).size(), "zigzag", split)
     if extras.pop("reads", False):
         table = torch.linspace(-2, 2, HEADS * 50, dtype=torch.float64).view(HEADS, 50).sin()
         extras |= {"score": _score_of_tensors(), "table": table}
