@@ -8,6 +8,8 @@ from records import DIRECTIONS, NAMES, Rows, by_shape, find, paragraphs, size_of
 from experiments.markdown import table
 
 OURS, ANY_ORDER = "sparseflash", "sparseflash:auto/any-order"
+PLANNED = "sparseflash:auto/planned"
+PLANNED_DIM = 64  # the largest head dim whose kernel has a planned order
 BASELINES = ("flash4", "flex", "cudnn", "cudnn-bsa", "cudnn-flex", "flash")
 
 
@@ -86,6 +88,27 @@ def slower_rows(rows: Rows) -> str:
     head = ["head dim", "tokens", "mask", "pass", "rested", "sustained", "fastest, sustained"]
     title = "**Where a baseline is faster than both modes of sparseflash**"
     return f"{title}\n\n{table(head, lines)}"
+
+
+def planned_order(record: dict) -> str:
+    """Rates with dQ in a planned order, over those of the other modes and of the baselines."""
+    lines = []
+    for of_size, pattern in sizes_and_masks(record["rows"]):
+        row = find(of_size, pattern, "backward", PLANNED)
+        default, any_order = (
+            find(of_size, pattern, "backward", name) for name in (OURS, ANY_ORDER)
+        )
+        if not (row and default and any_order) or row["head_dim"] > PLANNED_DIM:
+            continue
+        others = [own["tflops"] for own in of_baselines(of_size, pattern, "backward")]
+        over = [row["tflops"] / own["tflops"] for own in (default, any_order)]
+        over += [row["tflops"] / max(others)] if others else []
+        facts = f"{row['seq_len']:,}", pattern, f"{row['blocks_per_row']:.1f}"
+        rates = (f"{own['tflops']:.0f}" for own in (default, row, any_order))
+        lines.append([*facts, *rates, *(f"{value:.2f}" for value in over)])
+    head = ["tokens", "mask", "blocks in a row", "default", "planned", "any order"]
+    head += ["planned over default", "over any order", "over the fastest baseline"]
+    return table(head, lines)
 
 
 def sizes_and_masks(rows: Rows) -> Iterator[tuple[Rows, str]]:

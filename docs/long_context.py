@@ -5,9 +5,11 @@ from records import DEVICE, Rows, load, measured, picture
 from experiments.markdown import table
 
 WEAK, GROUPED = "long-context-weak-128k-2", "long-context-weak-128k-16-4-heads-2"
+MANY = "long-context-weak-128k-32-8-heads-2"
 STRONG = "long-context-strong-256k-2"
 WEAK_SCALING = {
     GROUPED: "Weak scaling, 131,072 tokens a GPU, 16 heads, 4 of keys",
+    MANY: "Weak scaling, 131,072 tokens a GPU, 32 heads, 8 of keys",
     WEAK: "Weak scaling, 131,072 tokens a GPU, 16 heads",
 }
 LONGER = {  # weak scaling with more tokens, on the GPUs on which it was measured
@@ -31,8 +33,9 @@ LATER = {
     WEAK: (
         "long-context-weak-128k-2-run-2",
         "long-context-weak-128k-2-run-3",
-        "long-context-weak-128k-2-run-6",
+        "long-context-weak-128k-2-run-7",
     ),
+    GROUPED: ("long-context-weak-128k-16-4-heads-2-run-2",),
     "long-context-weak-1m-16-4-heads-2": ("long-context-weak-1m-16-4-heads-2-run-2",),
     "long-context-weak-512k-16-4-heads-2": ("long-context-weak-512k-16-4-heads-2-run-2",),
     STRONG: ("long-context-strong-256k-2-run-2",),
@@ -43,14 +46,16 @@ LATER = {
     ),
     "long-context-strong-2m-16-4-heads-2": (
         "long-context-strong-2m-16-4-heads-2-run-2",
-        "long-context-strong-2m-16-4-heads-2-run-3",
         "long-context-strong-2m-16-4-heads-2-run-4",
+        "long-context-strong-2m-16-4-heads-2-run-5",
     ),
 }
 MACHINE = "long-context-machine"
 AIMED = ("window", "butterfly")  # the masks of the aims
 EFFICIENCY, OVER_GATHER, MEMORY = 0.90, 1.3, 0.55
-LIMITED, ALL_TO_ALLS = "plan with limited memory", "plan with all-to-alls"
+ALL_TO_ALLS = "plan with all-to-alls"
+LIMITED, CAPTURED = "plan with limited memory", "captured plan with limited memory"
+WITH_LIMIT = {LIMITED: "with limited memory", CAPTURED: "with limited memory, captured"}
 NVLINK = 450  # GB/s in each direction between two H100 or H200 of a host, as specified
 TEXT = """\
 [Context-parallel attention](design/context-parallel.md) on one and two GPUs of a host: head dim
@@ -92,17 +97,17 @@ def long_context(record: dict) -> str:
     device = record["stem"].removeprefix(f"{WEAK}-")
     found = {name: each for name in WEAK_SCALING if (each := runs(name, device))}
     parts = [aims(found)]
-    if len(found) == len(WEAK_SCALING):
+    if WEAK in found and GROUPED in found:
         parts.append(reasons(found[WEAK]["rows"], found[GROUPED]["rows"]))
     parts += [model(found), fitted(load(MACHINE, device))]
     for name, each in found.items():
         parts += [f"**{WEAK_SCALING[name]}**", *tables(each["rows"])]
-        parts += each["others"]
+        parts += each["others"] + each["pictures"]
         parts += [measured(each)] * (name != WEAK)  # the caller adds that of WEAK, the last
     for name, title in LONGER.items():
         if (each := runs(name, device)) is not None:
             parts += [f"**{title}**", *tables(each["rows"])]
-            parts += [*each["others"], measured(each)]
+            parts += [*each["others"], *each["pictures"], measured(each)]
     title = f"Weak scaling on two GPUs, {record['environment']['device']}"
     parts.append(picture(record["stem"], title))
     return "\n\n".join(filter(None, parts))
@@ -129,7 +134,7 @@ def strong(record: dict) -> str:
         if each is not None:
             parts += [f"**{title}**", *tables(each["rows"])]
             parts += [FROM_IDLE] * ("exchanges" not in each)
-            parts += each["others"]
+            parts += each["others"] + each["pictures"]
             parts += [measured(each)] * (name != STRONG)  # the caller adds that of STRONG
     return "\n\n".join(filter(None, parts))
 
@@ -138,7 +143,8 @@ def runs(name: str, device: str) -> dict | None:
     """A record with the masks of all runs of the same sizes; None if there is no run.
 
     All rows of a mask are of one run, the newest one that has the mask on one and on two GPUs.
-    `others` says where those are from that are not of the first record.
+    `others` says where those are from that are not of the first record, and `pictures` has the
+    pictures of these runs, if there are any.
     """
     record = load(name, device)
     if record is None:
@@ -150,14 +156,19 @@ def runs(name: str, device: str) -> dict | None:
         newest |= dict.fromkeys(patterns(each["rows"]), each)
     rows = [row for row in record["rows"] if row["pattern"] not in newest]
     others: dict[str, list[str]] = {}
+    pictures: dict[str, str] = {}
     for mask, run in newest.items():
         rows += [row for row in run["rows"] if row["pattern"] == mask]
         if run is not record:
             others.setdefault(measured(run), []).append(mask)
+            tokens = run["rows"][0]["seq_len"]
+            title = f"{run['kind'].capitalize()} scaling, {tokens:,} tokens on two GPUs"
+            pictures[run["stem"]] = picture(run["stem"], title)
     return {
         **record,
         "rows": rows,
         "others": [f"{' and '.join(masks)}: {source}" for source, masks in others.items()],
+        "pictures": [each for each in pictures.values() if each],
     }
 
 
@@ -262,12 +273,11 @@ def aims(found: dict[str, dict]) -> str:
         rows = record["rows"]
         for mask in (each for each in AIMED if each in patterns(rows)):
             share, ratio = efficiency(rows, mask), over(rows, mask, "all-gather")
-            limit = memory(rows, mask, LIMITED)
-            part = limit or memory(rows, mask)
-            note = ""
-            if limit:
-                slow = share / (over(rows, mask, LIMITED) or 1)
-                note = f" with limited memory, at an efficiency of {slow:.2f}"
+            way = least_memory(rows, mask)
+            part, note = memory(rows, mask, way), ""
+            if way in WITH_LIMIT:
+                slow = share / (over(rows, mask, way) or 1)
+                note = f" {WITH_LIMIT[way]}, at an efficiency of {slow:.2f}"
             reached = {
                 f"weak-scaling efficiency of at least {EFFICIENCY:.2f}": (
                     f"{share:.3f}",
@@ -295,27 +305,39 @@ def memory(rows: Rows, pattern: str, way: str = "plan") -> float | None:
     return two and two["peak_bytes"] / (one["peak_bytes"] * two["seq_len"] / one["seq_len"])
 
 
+def least_memory(rows: Rows, pattern: str) -> str:
+    """The plan with a limit that is fastest where memory is as small as aimed at, or has least."""
+    measured = [way for way in WITH_LIMIT if row_of(rows, pattern, way, 2)]
+    small = [way for way in measured if memory(rows, pattern, way) <= MEMORY]
+    if small:
+        return min(small, key=lambda way: over(rows, pattern, way))
+    return min(measured, key=lambda way: memory(rows, pattern, way), default="plan")
+
+
 def limited(rows: Rows) -> str:
-    """A line for each mask with a plan that limits memory, beside the plan without a limit."""
+    """Lines of each mask with a plan that limits memory, beside the plan without a limit."""
     lines = []
     for name in patterns(rows):
-        if (few := row_of(rows, name, LIMITED, 2)) is None:
+        one = row_of(rows, name, "plan", 1)
+        found = {way: row_of(rows, name, way, 2) for way in ("plan", *WITH_LIMIT)}
+        if not any(found[way] for way in WITH_LIMIT):
             continue
-        one, two = (row_of(rows, name, "plan", n) for n in (1, 2))
-        lines.append(
+        lines += [
             [
-                *(name, f"{two['total_ms']:.1f}", f"{few['total_ms']:.1f}"),
-                *(f"{each['tflops'] / one['tflops']:.2f}" for each in (two, few)),
-                *(f"{each['peak_bytes'] / 1e6:,.0f}" for each in (two, few)),
-                *(f"{memory(rows, name, way):.2f}" for way in ("plan", LIMITED)),
+                *(name, WITH_LIMIT.get(way, "without a limit"), f"{row['total_ms']:.1f}"),
+                f"{row['tflops'] / one['tflops']:.2f}",
+                *(f"{row['peak_bytes'] / 1e6:,.0f}", f"{memory(rows, name, way):.3f}"),
             ]
-        )
-    head = ["mask", "plan, ms", "limited, ms", "efficiency", "limited", "peak memory", "limited"]
-    head += ["over one GPU with the same sequence", "limited"]
+            for way, row in found.items()
+            if row
+        ]
+    head = ["mask", "plan", "both passes, ms", "efficiency", "peak memory, MB"]
+    head += ["over one GPU with the same sequence"]
     text = (
         "With limited memory (`round_tokens`) heads are exchanged in groups, and once more in the "
-        "backward pass. Each group has kernels and exchanges of its own, which Python launches. "
-        "So small groups take longer, and much longer on a host that other work keeps busy:"
+        "backward pass. Each group has kernels and exchanges of its own. If Python launches them, "
+        "small groups take longer, and much longer on a host that other work keeps busy; "
+        "*captured* plans are CUDA graphs of both passes, which are launched at once:"
     )
     return "\n\n".join([text, table(head, lines)]) if lines else ""
 
@@ -405,8 +427,8 @@ def others_need(rows: Rows) -> str:
     """The memory of masks without an aim, over that of one GPU with the same sequence."""
     shares = []
     for mask in (each for each in patterns(rows) if each not in AIMED):
-        few = memory(rows, mask, LIMITED)
-        note = f" ({few:.2f} with limited memory)" if few else ""
+        few = memory(rows, mask, way) if (way := least_memory(rows, mask)) != "plan" else None
+        note = f" ({few:.2f} {WITH_LIMIT[way]})" if few else ""
         shares.append(f"{memory(rows, mask):.2f} for *{mask}*{note}")
     return f" Over one GPU with the whole sequence it is {', '.join(shares)}." if shares else ""
 

@@ -14,7 +14,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script
 sys.path.insert(0, str(Path(__file__).parent))  # where docs is no package
 
-from baselines import ANY_ORDER, BASELINES, OURS, compared, fastest, of_baselines, over_fastest
+from baselines import (
+    ANY_ORDER,
+    BASELINES,
+    OURS,
+    compared,
+    fastest,
+    of_baselines,
+    over_fastest,
+    planned_order,
+)
 from io_complexity import THEORY, io_complexity
 from long_context import (
     STRONG,
@@ -45,6 +54,7 @@ from records import (
 
 from experiments.markdown import table, update, written
 from experiments.record import is_ours
+from sparseflash.backends.hopper.configs import MAX_ORDINALS, MIN_PLANNED_BLOCKS
 from sparseflash.gap import LARGE
 
 PAGE, README = ROOT / "docs/performance.md", ROOT / "README.md"
@@ -320,6 +330,14 @@ HOST_TIME = (
     "Microseconds of host time for one call. The tensors are so small that the device is never "
     "the bottleneck. *Launches* is the time of the bare kernel launches."
 )
+PLANNED_ORDER = (
+    "The backward pass of heads of 64 dims in useful TFLOP/s under continuous load; more is "
+    "better. By default two kernels give the same bits in every run. With `planned_order=True` "
+    "one kernel does, which adds the parts of dQ in an order that is planned for each mask. Masks "
+    f"with fewer than {MIN_PLANNED_BLOCKS['H200']:g} blocks in a row of keys, or more than "
+    f"{MAX_ORDINALS:,} blocks in all heads, have the default kernels. With "
+    "`deterministic=False` one kernel adds the parts in any order, as the baselines do."
+)
 SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
     (
         "speedup",
@@ -349,6 +367,18 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
         "Full and causal masks",
         f"{TFLOPS} A cell has the rested and the sustained rate: rested / sustained.",
         compared,
+    ),
+    (
+        "bench-dense-planned",
+        "Gradients in a planned order: full and causal masks",
+        PLANNED_ORDER,
+        planned_order,
+    ),
+    (
+        "bench-sparse-planned",
+        "Gradients in a planned order: block-sparse masks",
+        "The same for block-sparse masks.",
+        planned_order,
     ),
     (
         "bench-small-blocks",

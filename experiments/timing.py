@@ -136,6 +136,9 @@ def prepared(prepare: Prepare, clock: Clock) -> Iterator[Sample]:
     if clock is Clock.CPU:
         yield partial(_sample_cpu, prepare())
         return
+    # What earlier calls left in reference cycles may hold nodes of autograd of the inputs, which
+    # belong to another stream, so that a capture would fail.
+    gc.collect()
     stream = _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     runs: list[Run] = []

@@ -28,6 +28,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     name: look(i) | {"markersize": 5, "linewidth": 1.4} for i, name in enumerate(Way)
 }
 LOOKS[PREDICTED] = LOOKS[Way.PLAN] | {"linestyle": "--", "markerfacecolor": "white"}
+LEGEND_WIDTH = 2.7  # inches of a column with the longest name
 Figures = dict[str, float]  # of one implementation on one number of ranks
 
 
@@ -140,7 +141,9 @@ def _figure(kind: Kind, lines: dict[tuple[str, str, int], Figures]) -> "Figure":
     drawn = [name for name in LOOKS if any(name == key[1] for key in lines)]
     handles = [Line2D([], [], label=name, **LOOKS[name]) for name in drawn]
     handles.append(Line2D([], [], color="#BBBBBB", linewidth=1, label="ideal"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False, fontsize=9)
+    columns = max(1, min(5, int(size[0] / LEGEND_WIDTH)))
+    place = {"loc": "outside upper center", "ncols": columns}
+    figure.legend(handles=handles, **place, frameon=False, fontsize=9)
     return figure
 
 
