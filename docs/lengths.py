@@ -19,15 +19,10 @@ KINDS = {  # records of Figure 3: their titles, and the times of the paper
     "bench-landscape": ("Without dropout and padding", PLAIN),
     "bench-landscape-packages": ("Packages, without dropout and padding", PLAIN),
     "bench-landscape-dropout": ("With dropout 0.1", DROPOUT),
-    "bench-landscape-packages-dropout": ("Packages, with dropout 0.1", DROPOUT),
     "bench-landscape-padding": ("With padded keys", PADDING),
-    "bench-landscape-flash4-padding": ("FlashAttention-4, with padded keys", PADDING),
+    "bench-landscape-flash4-padding": ("Kernels of FlashAttention-4, with padded keys", PADDING),
     "bench-landscape-packages-padding": ("Packages, with padded keys", PADDING),
     "bench-landscape-dropout-padding": ("With dropout 0.1 and padded keys", BOTH),
-    "bench-landscape-packages-dropout-padding": (
-        "Packages, with dropout 0.1 and padded keys",
-        BOTH,
-    ),
 }
 # The reason of records that were made before FlashAttention-4 was measured with padding.
 NO_PADDING = "is measured without padding"

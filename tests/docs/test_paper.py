@@ -64,13 +64,13 @@ def test_what_has_no_record_says_so(paper):
     for name in ("parts", "landscape", "pretraining", "language-models"):
         shown = paper.TABLES[name]()
         assert shown.startswith("*Not measured yet"), name
-    assert row(paper.overview(), "Figure 3")[-1] == "0 of 9"
+    assert row(paper.overview(), "Figure 3")[-1] == "0 of 7"
     assert row(paper.authors(), "512") == ["–"] * 7 + ["30.0", "10.0"]
 
 
 def test_figures_1_and_3(paper, tmp_path):
     landscape(tmp_path)
-    assert row(paper.overview(), "Figure 3")[-1] == "1 of 9"
+    assert row(paper.overview(), "Figure 3")[-1] == "1 of 7"
     parts = paper.TABLES["parts"]()
     assert row(parts, "sum of all parts") == ["10.0", "5.00"]
     assert row(parts, "mask") == ["6.00", "3.00"]
@@ -95,7 +95,7 @@ def test_a_record_of_packages_has_tables_of_its_own(paper, tmp_path):
     shown = paper.TABLES["landscape"]()
     assert "Not measured:" not in shown
     lacking = (
-        "*Not measured yet: packages, without dropout and padding; with dropout 0.1; packages"
+        "*Not measured yet: packages, without dropout and padding; with dropout 0.1; with padded"
     )
     assert lacking in shown
     facts = {"suite": "landscape", "direction": "forward"}
@@ -122,7 +122,7 @@ def test_a_record_of_packages_has_tables_of_its_own(paper, tmp_path):
     ]
     saved.save(tmp_path / "bench-landscape-packages-nvidia-h200.json")
     shown = paper.TABLES["landscape"]()
-    assert "*Not measured yet: with dropout 0.1; packages, with dropout 0.1; with padded" in shown
+    assert "*Not measured yet: with dropout 0.1; with padded keys; kernels of" in shown
     first, second = shown.index("**Without dropout"), shown.index("**Packages, without dropout")
     assert first < second
     assert '"called from Python": a CUDA graph cannot contain this' in shown[second:]

@@ -170,10 +170,10 @@ def test_routing_attention_over_lengths():
     plain, both = (
         {
             row["seq_len"]: row["median_ms"]
-            for row in read_rows(read(f"bench-landscape-packages{kind}", H100))
+            for row in read_rows(read(f"bench-landscape-{kind}"))
             if (row["implementation"], row["direction"]) == ("routing", "backward")
         }
-        for kind in ("", "-dropout-padding")
+        for kind in ("packages", "dropout-padding")
     )
     told = (
         f"routing attention takes {plain[4096]:.1f} ms at 4,096 tokens and {plain[8192]:.0f} ms "
