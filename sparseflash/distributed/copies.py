@@ -88,8 +88,8 @@ class SharedMemory:
     Args:
         group: The ranks.
         device: The device of this rank.
-        lenders: For captured passes, during which nothing can be allocated: all memories, of
-            which those of other passes lend their free buffers. None to allocate new ones.
+        lenders: For captured passes, during which nothing can be allocated: the memories of other
+            passes, which lend their free buffers. None to allocate new ones.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class SharedMemory:
 
     def _taken_over(self, nbytes: int) -> Buffer:
         """The smallest large enough buffer of the lenders, which they do not use any more."""
-        lenders = [x for x in (self._lenders or {}).values() if x._lenders is None]
+        lenders = (self._lenders or {}).values()
         lent = [(x, each) for each in lenders for x in each._buffers if x.released is not None]
         large = [pair for pair in lent if pair[0].nbytes >= nbytes]
         if not large:
@@ -337,8 +337,9 @@ class Copies(Transport):
             raise ValueError(f"transport must be None, because {problem}")
         # By it ranks check that they pass the same object to a call.
         self.number: str = _of_all_ranks(found, self.device, secrets.token_hex(4))[0]
-        # By stream, and whether a CUDA graph is captured on it.
-        self._of_streams: dict[tuple[int, bool], SharedMemory] = {}
+        # By stream: of passes that Python calls, and of those that are captured in a CUDA graph.
+        self._of_streams: dict[int, SharedMemory] = {}
+        self._of_captured: dict[int, SharedMemory] = {}
 
     @staticmethod
     def where_possible(
@@ -371,11 +372,11 @@ class Copies(Transport):
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device).cuda_stream
         captured = is_captured(self.device)
-        if (stream, captured) not in self._of_streams:
+        of_streams = self._of_captured if captured else self._of_streams
+        if stream not in of_streams:
             lenders = self._of_streams if captured else None
-            memory = SharedMemory(self.group, self.device, lenders)
-            self._of_streams[stream, captured] = memory
-        return self._of_streams[stream, captured]
+            of_streams[stream] = SharedMemory(self.group, self.device, lenders)
+        return of_streams[stream]
 
     def begin_pass(self) -> None:
         """Frees all buffers that were released, at the beginning of a captured pass.
@@ -389,20 +390,22 @@ class Copies(Transport):
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers of this rank."""
-        return sum(memory.nbytes for memory in self._of_streams.values())
+        return sum(x.nbytes for x in (*self._of_streams.values(), *self._of_captured.values()))
 
     def free(self) -> None:
         """Frees the buffers; the next exchange allocates new ones.
 
         All ranks of the group must call it, without a pass in progress. It waits for the device.
+        CUDA graphs that were captured with the object must not be replayed afterwards.
         If an error ended a pass on all ranks, it also frees the buffers of that pass, which would
         otherwise not be used again.
 
         Raises:
             RuntimeError: Another rank died or did not answer within the time-out of the group.
         """
-        of_streams, self._of_streams = self._of_streams, {}
-        if not of_streams:  # on all ranks
+        freed = self._of_streams, self._of_captured
+        self._of_streams, self._of_captured = {}, {}
+        if not any(freed):  # on all ranks
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

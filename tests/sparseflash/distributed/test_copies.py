@@ -330,7 +330,7 @@ def captured_passes(rank: int, limit: int | None) -> tuple[float, list[bool]]:
         with captured(), mock.patch.object(SharedMemory, "_allocated", side_effect=AssertionError):
             found = [both(transport) for _ in range(3)]
         taken_over = transport.nbytes == held
-        of_graphs = transport._of_streams[0, True]._buffers
+        of_graphs = transport._of_captured[0]._buffers
         both(transport)  # allocates others
         apart = not any(x in of_graphs for x in transport.memory._buffers)
     differences = (x - y for each in found for x, y in zip(each, expected, strict=True))
@@ -408,23 +408,49 @@ def test_buffers_of_inference_serve_training(ranks):
 
 
 def freed_with_the_copies(rank: int) -> list[bool]:
-    """Whether buffers are freed: with the copies in use, and when nothing refers to them."""
+    """Whether buffers are freed: with the copies in use, and when nothing refers to them.
+
+    At once, not when Python looks for cycles of references.
+    """
     plan = make_plan(masks.causal()(64, 16), dist.get_world_size())
     own = torch.ones(3, 1, 2, len(plan.positions(rank)), 16, requires_grad=True)
     with copies_of_files():
         transport = Copies()
         out = context_parallel_attention(*own.unbind(), plan, transport=transport)
-        memory = weakref.ref(transport.memory)
+        memories = [weakref.ref(transport.memory)]
+        with captured(), torch.no_grad():
+            context_parallel_attention(*own.unbind(), plan, transport=transport)
+            memories.append(weakref.ref(transport.memory))
         del transport
-        found = [memory() is None]  # the backward pass needs them
+        found = [each() is None for each in memories]  # the backward pass needs them
         out.sum().backward()
         del out
-    return [*found, memory() is None]
+    return [*found, *(each() is None for each in memories)]
 
 
 def test_a_plan_does_not_keep_the_buffers_of_copies(ranks):
     for answer in ranks.run(freed_with_the_copies):
-        assert answer == [False, True], answer
+        assert answer == [False, False, True, True], answer
+
+
+def freed_after_capture(rank: int) -> list[bool]:
+    """Whether `free` frees the buffers that captured passes took over."""
+    plan = make_plan(masks.causal()(64, 16), dist.get_world_size())
+    own = torch.ones(3, 1, 2, len(plan.positions(rank)), 16).unbind()
+    with copies_of_files():
+        transport = Copies()
+        context_parallel_attention(*own, plan, transport=transport)
+        buffers = [weakref.ref(each) for each in transport.memory._buffers]
+        with captured():
+            context_parallel_attention(*own, plan, transport=transport)
+        found = [transport._of_captured[0].nbytes > 0, all(each() for each in buffers)]
+        transport.free()
+    return [*found, transport.nbytes == 0, not any(each() for each in buffers)]
+
+
+def test_buffers_of_captured_passes_are_freed(ranks):
+    for answer in ranks.run(freed_after_capture):
+        assert answer == [True, True, True, True], answer
 
 
 def test_a_replaced_buffer_is_freed_before_its_successor_is_allocated():
