@@ -108,11 +108,18 @@ class SharedMemory:
     def take(self, group: ProcessGroup, nbytes: int) -> Buffer:
         """A free buffer of at least `nbytes` bytes, the smallest, or a new one."""
         free = [x for x in self._buffers if x.released is not None and x.released < self._barriers]
-        large = [x for x in free if x.nbytes >= nbytes]
+        # Of equal ones the first, which is its own: if there is one, no buffer is taken over.
+        large = [x for x in (*free, *self._lent()) if x.nbytes >= nbytes]
         if large:
             found = min(large, key=lambda x: x.nbytes)
+            if found not in self._buffers:
+                self._take_over(found)
         elif self._lenders is not None:
-            found = self._taken_over(nbytes)
+            raise RuntimeError(
+                f"transport has no buffer of {nbytes} bytes for a pass that is captured in a CUDA "
+                "graph: each pass must run with the same Copies before it is captured, and again "
+                "before it is captured on another stream"
+            )
         else:
             if free:  # they are replaced by the new one
                 with explain_errors("its buffers"):
@@ -127,20 +134,23 @@ class SharedMemory:
         found.released = None
         return found
 
-    def _taken_over(self, nbytes: int) -> Buffer:
-        """The smallest large enough buffer of the lenders, which they do not use any more."""
+    def _lent(self) -> list[Buffer]:
+        """The buffers of the lenders that no pass uses."""
         lenders = (self._lenders or {}).values()
-        lent = [(x, each) for each in lenders for x in each._buffers if x.released is not None]
-        large = [pair for pair in lent if pair[0].nbytes >= nbytes]
-        if not large:
-            raise RuntimeError(
-                f"transport has no buffer of {nbytes} bytes for a pass that is captured in a CUDA "
-                "graph: both passes must run once with the same Copies before they are captured"
-            )
-        found, lender = min(large, key=lambda pair: pair[0].nbytes)
-        lender._buffers.remove(found)
-        self._buffers.append(found)
-        return found
+        return [x for each in lenders for x in each._buffers if x.released is not None]
+
+    def _take_over(self, buffer: Buffer) -> None:
+        """Takes a buffer from its lender, which does not use it any more."""
+        for lender in (self._lenders or {}).values():
+            lender._buffers = [x for x in lender._buffers if x is not buffer]
+        self._buffers.append(buffer)
+
+    def begin_captured_pass(self, group: ProcessGroup) -> None:
+        """Frees all buffers, also those of a pass whose capture failed, which never runs."""
+        for each in self._buffers:
+            self.release(each)
+        self._launched.clear()
+        self.barrier(group)
 
     def release(self, buffer: Buffer) -> None:
         """Says that this rank has launched all of its reads of a buffer."""
@@ -307,8 +317,9 @@ class Copies(Transport):
     but plans do not.
 
     Passes that are captured in a CUDA graph take over buffers of passes that ran before, and keep
-    them. The object must live as long as the graph, and all ranks must replay graphs in the same
-    order, one after another.
+    them for all graphs that are captured on the same stream. The object must live as long as the
+    graphs, and all ranks must capture and replay them in the same order, one after another. If a
+    capture fails on some ranks only, all must make a new object, or call `free`.
 
     All ranks of the group must make the object, which waits for the device.
 
@@ -379,13 +390,13 @@ class Copies(Transport):
         return of_streams[stream]
 
     def begin_pass(self) -> None:
-        """Frees all buffers that were released, at the beginning of a captured pass.
+        """Frees all buffers of captured passes, at the beginning of one.
 
         What a graph that is replayed before it reads last is not known while it is captured.
         """
         if is_captured(self.device):
             with explain_errors("that a pass begins"):
-                self.memory.barrier(self.group)
+                self.memory.begin_captured_pass(self.group)
 
     @property
     def nbytes(self) -> int:

@@ -356,16 +356,28 @@ def refused_in_a_graph(rank: int) -> str:
 
 def test_captured_passes_need_buffers_of_earlier_ones(ranks):
     for answer in ranks.run(refused_in_a_graph):
-        assert "for a pass that is captured in a CUDA graph: both passes must run once" in answer
+        assert "for a pass that is captured in a CUDA graph: each pass must run with" in answer
+
+
+@contextmanager
+def alone():
+    """A context with copies of one rank, whose buffers are memory of this process."""
+
+    def allocated(_, group: dist.ProcessGroup, nbytes: int) -> list[torch.Tensor]:
+        return [torch.empty(nbytes, dtype=torch.uint8)]
+
+    with (
+        mock.patch.object(copies.dist, "all_reduce"),
+        mock.patch.object(SharedMemory, "_allocated", allocated),
+    ):
+        yield copies_of(ONE_RANK, torch.device("cpu"))
 
 
 def test_a_captured_pass_begins_with_all_buffers_free():
     """What was replayed before has read them last, and no barrier has followed."""
-    with mock.patch.object(copies.dist, "all_reduce"):
-        transport = copies_of(ONE_RANK, torch.device("cpu"))
+    with alone() as transport:
         eager = transport.memory
-        with mock.patch.object(eager, "_allocated", lambda _, nbytes: [torch.empty(nbytes)]):
-            lent = eager.take(ONE_RANK, 100)
+        lent = eager.take(ONE_RANK, 100)
         eager.release(lent)
         with captured():
             for _ in range(3):
@@ -375,6 +387,33 @@ def test_a_captured_pass_begins_with_all_buffers_free():
                 transport.memory.release(taken)
         transport.begin_pass()  # it waits for nothing if nothing is captured
         assert eager._barriers == 0
+
+
+def test_a_captured_pass_takes_over_the_smallest_buffer_that_is_large_enough():
+    """As an earlier pass chose: else a small exchange would have the only large buffer."""
+    with alone() as transport:
+        eager = transport.memory
+        large, small = (eager.take(ONE_RANK, nbytes) for nbytes in (9000, 5000))
+        for each in (large, small):
+            eager.release(each)
+        with captured():
+            for sizes, expected in (((9000,), [large]), ((5000, 9000), [small, large])):
+                transport.begin_pass()
+                assert [transport.memory.take(ONE_RANK, x) for x in sizes] == expected
+        assert eager.nbytes == 0
+
+
+def test_a_capture_that_failed_keeps_no_buffer_in_use():
+    """The next one would need others, which no pass may have left."""
+    with alone() as transport:
+        lent = transport.memory.take(ONE_RANK, 100)
+        transport.memory.release(lent)
+        with captured():
+            for _ in range(2):
+                transport.begin_pass()
+                assert transport.memory.take(ONE_RANK, 100) is lent
+                transport.memory.copy([])
+                assert len(transport.memory._launched) == 1
 
 
 def test_each_stream_has_its_own_buffers(monkeypatch):
