@@ -139,8 +139,9 @@ def context_parallel_attention(
             the time-out of the group.
         BackendError: No backend can compute the call.
         RuntimeError: Another rank died or did not answer within the time-out of the group. A CUDA
-            graph is being captured, and no call with this plan and options came before. On GPUs:
-            ranks disagree in a later call.
+            graph is being captured, and no call with this plan and options came before, or
+            `Copies` have no buffers of a pass that ran before. On GPUs: ranks disagree in a later
+            call.
 
     Reference:
         Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers", 2023, exchanges all
