@@ -195,7 +195,7 @@ def _measured(
     peak += 0 if setting.copies is None else setting.copies.nbytes
     found, difference = _gathered(setting, plan, made[0]()), None
     if expected is not None:
-        difference = max(_difference(*pair) for pair in zip(found, expected, strict=True))
+        difference = _largest_difference(found, expected)
     if difference is not None and not difference < TOLERANCE:
         raise RuntimeError(
             f"{way} on {case.pattern} differs from the first implementation by {difference}"
@@ -329,8 +329,12 @@ def _gathered(
     return tuple(gather(x, plan, 2, setting.group) for x in sums)
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+def _largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Relative to the largest expected value of each result; NaN if one has NaN."""
+    pairs = zip(found, expected, strict=True)
+    # By torch, whose maximum is NaN if any value is: Python compares, and NaN is not larger.
+    each = [(one - other).abs().max() / other.abs().max() for one, other in pairs]
+    return float(torch.stack(each).max())
 
 
 def _row(

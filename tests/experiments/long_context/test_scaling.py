@@ -115,6 +115,16 @@ def test_the_single_rank_is_measured_after_the_others():
     assert ordered == [(name, n) for name in ("butterfly", "window") for n in (4, 2, 1)]
 
 
+def test_results_that_differ_or_have_nan_are_found():
+    expected = torch.ones(2), torch.full((3,), 4.0)
+    found = [x.clone() for x in expected]
+    assert measurement._largest_difference(found, expected) == 0
+    found[1][2] = 5
+    assert measurement._largest_difference(found, expected) == 0.25
+    found[1][1] = torch.nan
+    assert not measurement._largest_difference(found, expected) < measurement.TOLERANCE
+
+
 def test_runs_are_timed_in_turn():
     """A device that becomes slower with each run is as slow for each of them, within one run."""
     order, clock = [], iter(range(1, 1000))
