@@ -13,7 +13,7 @@ from experiments.long_context import measurement
 from experiments.long_context.baselines import all_gather_attention, ring_plan
 from experiments.long_context.cases import Case, Kind, Way
 from experiments.long_context.exchange import counted, nothing_exchanged
-from sparseflash.distributed import context_parallel_attention, make_plan
+from sparseflash.distributed import Copies, context_parallel_attention, copies, make_plan
 from sparseflash.distributed.simulation import Attention
 
 TOKENS, BLOCK, LATE = 256, 16, 0.06
@@ -70,6 +70,16 @@ def test_nothing_is_exchanged(two_ranks, way):
         assert all(answer["shapes"])
         assert answer["as before"]
     assert any(answer["differs"] for answer in answers)
+
+
+def test_ranks_do_not_meet_at_the_beginning_of_a_captured_pass():
+    transport = mock.Mock()
+    with mock.patch.object(copies, "is_captured", return_value=True):
+        with nothing_exchanged() as without:
+            without(lambda: Copies.begin_pass(transport))()
+        transport.memory.begin_captured_pass.assert_not_called()
+        Copies.begin_pass(transport)
+    transport.memory.begin_captured_pass.assert_called_once()
 
 
 def bytes_counted(rank: int, way: str) -> tuple[int, int]:
