@@ -108,18 +108,11 @@ class SharedMemory:
     def take(self, group: ProcessGroup, nbytes: int) -> Buffer:
         """A free buffer of at least `nbytes` bytes, the smallest, or a new one."""
         free = [x for x in self._buffers if x.released is not None and x.released < self._barriers]
-        # Of equal ones the first, which is its own: if there is one, no buffer is taken over.
-        large = [x for x in (*free, *self._lent()) if x.nbytes >= nbytes]
-        if large:
+        large = [x for x in free if x.nbytes >= nbytes]
+        if self._lenders is not None:
+            found = self._found_in_capture(group, nbytes)
+        elif large:
             found = min(large, key=lambda x: x.nbytes)
-            if found not in self._buffers:
-                self._take_over(found)
-        elif self._lenders is not None:
-            raise RuntimeError(
-                f"transport has no buffer of {nbytes} bytes for a pass that is captured in a CUDA "
-                "graph: each pass must run with the same Copies before it is captured, and again "
-                "before it is captured on another stream"
-            )
         else:
             if free:  # they are replaced by the new one
                 with explain_errors("its buffers"):
@@ -134,16 +127,34 @@ class SharedMemory:
         found.released = None
         return found
 
-    def _lent(self) -> list[Buffer]:
-        """The buffers of the lenders that no pass uses."""
-        lenders = (self._lenders or {}).values()
-        return [x for each in lenders for x in each._buffers if x.released is not None]
+    def _found_in_capture(self, group: ProcessGroup, nbytes: int) -> Buffer:
+        """The smallest large enough buffer that is not in use, if need be after a barrier.
 
-    def _take_over(self, buffer: Buffer) -> None:
-        """Takes a buffer from its lender, which does not use it any more."""
-        for lender in (self._lenders or {}).values():
-            lender._buffers = [x for x in lender._buffers if x is not buffer]
-        self._buffers.append(buffer)
+        A larger one may be the only one for a later exchange. Of equal ones it is a free one, then
+        one of a lender, which does not use it any more.
+        """
+        lenders = (self._lenders or {}).values()
+        own, lent = (
+            [x for each in memories for x in each._buffers if x.released is not None]
+            for memories in ([self], lenders)
+        )
+        free = [x for x in own if x.released != self._barriers]
+        large = [x for x in (*free, *lent, *own) if x.nbytes >= nbytes]
+        if not large:
+            raise RuntimeError(
+                f"transport has no buffer of {nbytes} bytes for a pass that is captured in a CUDA "
+                "graph: each pass must run with the same Copies before it is captured, and again "
+                "before it is captured on another stream"
+            )
+        found = min(large, key=lambda x: x.nbytes)
+        if found in lent:
+            for each in lenders:
+                each._buffers = [x for x in each._buffers if x is not found]
+            self._buffers.append(found)
+        elif found not in free:
+            with explain_errors("its buffers"):
+                self.barrier(group)
+        return found
 
     def begin_captured_pass(self, group: ProcessGroup) -> None:
         """Frees all buffers, also those of a pass whose capture failed, which never runs."""

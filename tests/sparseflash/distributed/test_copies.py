@@ -311,12 +311,13 @@ def captured():
         yield
 
 
-def captured_passes(rank: int, limit: int | None) -> list[bool]:
+def captured_passes(rank: int, mask: str, options: dict) -> list[bool]:
     """Whether captured passes equal the same passes before, and properties of buffers.
 
-    limit: round_tokens of the plan
+    options: of the plan
     """
-    plan = make_plan(masks.butterfly()(256, 16), dist.get_world_size(), round_tokens=limit)
+    pattern = {"butterfly": masks.butterfly(), "causal": masks.causal()}[mask]
+    plan = make_plan(pattern(256, 16), dist.get_world_size(), **options)
     own = torch.randn(3, 1, 4, len(plan.positions(rank)), 16).double().requires_grad_()
 
     def both(transport: Copies) -> tuple[torch.Tensor, ...]:
@@ -338,9 +339,19 @@ def captured_passes(rank: int, limit: int | None) -> list[bool]:
     return [equal, taken_over, apart, len(of_graphs) > 0]
 
 
-@pytest.mark.parametrize("limit", [None, 64])
-def test_captured_passes_keep_the_buffers_of_earlier_ones(ranks, limit):
-    for answer in ranks.run(captured_passes, limit):
+UNEQUAL = {"split": "in place", "strategy": "zigzag", "shared_rows": (), "round_tokens": 32}
+
+
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        ("butterfly", {}),
+        ("butterfly", {"round_tokens": 64}),
+        ("causal", UNEQUAL),  # exchanges of several sizes, of which four ranks have four buffers
+    ],
+)
+def test_captured_passes_keep_the_buffers_of_earlier_ones(ranks, mask, options):
+    for answer in ranks.run(captured_passes, mask, options):
         assert answer == [True, True, True, True], answer
 
 
@@ -401,6 +412,10 @@ def test_a_captured_pass_takes_over_the_smallest_buffer_that_is_large_enough():
             for sizes, expected in (((9000,), [large]), ((5000, 9000), [small, large])):
                 transport.begin_pass()
                 assert [transport.memory.take(ONE_RANK, x) for x in sizes] == expected
+            barriers = transport.memory._barriers
+            transport.memory.release(small)
+            assert transport.memory.take(ONE_RANK, 5000) is small
+            assert transport.memory._barriers == barriers + 1  # which frees it
         assert eager.nbytes == 0
 
 
