@@ -324,8 +324,8 @@ class Copies(Transport):
     Pass one object as `transport` to all calls of a group: of all layers, masks and plans. It has
     buffers, about twice what the rank that sends most sends at a time, which the statistics of
     torch.cuda do not count. Each stream has its own, so all ranks must divide calls among streams
-    in the same way. The buffers live as long as the object, which calls and their graphs refer to,
-    but plans do not.
+    in the same way. The buffers live as long as the object, to which calls and the autograd graphs
+    of their results refer, but no plans and no CUDA graphs.
 
     Passes that are captured in a CUDA graph take over buffers of passes that ran before, and keep
     them for all graphs that are captured on the same stream. The object must live as long as the
