@@ -77,6 +77,11 @@ ends after a given time, so it may have only some of the masks or of the impleme
   with fewer blocks.
 - **Received** are megabytes of a GPU in the forward pass. They were counted, and equal those of
   the plan.
+- **With limited memory** (`round_tokens`) heads are exchanged in groups, and once more in the
+  backward pass. Each group has kernels and exchanges of its own. If Python launches them, small
+  groups take longer, and much longer on a host that other work keeps busy. *Captured* plans are
+  CUDA graphs of both passes, which are launched at once; their efficiency, too, is that over one
+  GPU whose passes Python calls.
 - **Peak memory** is that of both passes without inputs, with the buffers of copies, in MB. That of
   one GPU is proportional to the number of tokens."""
 
@@ -85,6 +90,8 @@ One sequence on one and on two GPUs, with the columns of weak scaling."""
 
 EACH_PASS = """\
 Each pass; the backward pass is the time of both passes minus that of the forward pass:"""
+
+LIMITED_TEXT = "Plans with limited memory, beside those without a limit:"
 
 # Of records that an earlier instrument wrote.
 FROM_IDLE = """\
@@ -333,13 +340,7 @@ def limited(rows: Rows) -> str:
         ]
     head = ["mask", "plan", "both passes, ms", "efficiency", "peak memory, MB"]
     head += ["over one GPU with the same sequence"]
-    text = (
-        "With limited memory (`round_tokens`) heads are exchanged in groups, and once more in the "
-        "backward pass. Each group has kernels and exchanges of its own. If Python launches them, "
-        "small groups take longer, and much longer on a host that other work keeps busy; "
-        "*captured* plans are CUDA graphs of both passes, which are launched at once:"
-    )
-    return "\n\n".join([text, table(head, lines)]) if lines else ""
+    return "\n\n".join([LIMITED_TEXT, table(head, lines)]) if lines else ""
 
 
 def yes(reached: bool) -> str:
