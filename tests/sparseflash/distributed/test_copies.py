@@ -11,7 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import masks
-from sparseflash.distributed import Copies, context_parallel_attention, copies, make_plan
+from sparseflash.distributed import (
+    Copies,
+    context_parallel_attention,
+    copies,
+    in_place,
+    make_plan,
+)
 from sparseflash.distributed.copies import Location, SharedMemory
 from sparseflash.distributed.exchange import Splits
 from tests.helpers import context_gradients as gradients
@@ -54,6 +60,36 @@ def test_in_place(ranks, groups):
         case = (cases.errors_in_groups, mask, "shuffled", (), groups, 1, {})
         answers = ranks.run(with_copies, *case)
         check_exact([errors for errors, *_ in answers])
+
+
+def order_of_exchanges(rank: int) -> list[str]:
+    """The exchanges of both passes in two groups of heads, in the order in which keys are fetched,
+    and gradients of fetched keys computed.
+    """
+    found: list[str] = []
+
+    def noting(name, begin):
+        def noted(*arguments):
+            found.append(name)
+            return begin(*arguments)
+
+        return noted
+
+    with (
+        mock.patch.object(in_place, "Fetch", noting("keys", in_place.Fetch)),
+        mock.patch.object(in_place, "Return", noting("gradients", in_place.Return)),
+    ):
+        cases.errors_in_groups(rank, "butterfly", "shuffled", (), 2, 1, {})
+    return found
+
+
+def test_several_copies_run_beside_one_kernel_and_only_one_all_to_all(two_ranks):
+    """So copies fetch the keys of the second group when those of the first are not needed."""
+    forward = ["keys", "keys"]
+    for answer in two_ranks.run(with_copies, order_of_exchanges):
+        assert answer == [*forward, "keys", "gradients", "keys", "gradients"], answer
+    for answer in two_ranks.run(order_of_exchanges):
+        assert answer == [*forward, "keys", "keys", "gradients", "gradients"], answer
 
 
 @pytest.mark.parametrize("split", ["rows", "rounds"])
