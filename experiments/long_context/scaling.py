@@ -17,7 +17,7 @@ compared with those of the all-gather. On CPUs it uses gloo and small sizes.
   the GPU at the start, as in a training step, so that the time before the first kernel is launched
   is not part of it.
 - If a rank receives many keys, a second plan exchanges them in groups of heads, which limits the
-  memory of a rank (`round_tokens`).
+  memory of a rank (`round_tokens`). It is called from Python, and captured in CUDA graphs.
 - Exposed communication is the time minus the time of the same run without exchanges, both timed in
   turn. The single rank is timed after the others, when devices have been under load.
 - Weak efficiency compares the useful FLOP/s of a rank with those of a single rank, because with
