@@ -391,6 +391,23 @@ def test_captured_passes_keep_the_buffers_of_earlier_ones(ranks, mask, options):
         assert answer == [True, True, True, True], answer
 
 
+def passes_that_begin(rank: int) -> int:
+    """How often both passes of a call say that a pass begins."""
+    plan = make_plan(masks.butterfly()(256, 16), dist.get_world_size())
+    own = torch.randn(3, 1, 2, len(plan.positions(rank)), 16).requires_grad_()
+    begin = Copies.begin_pass
+    with (
+        copies_of_files(),
+        mock.patch.object(Copies, "begin_pass", autospec=True, side_effect=begin) as begun,
+    ):
+        context_parallel_attention(*own.unbind(), plan, transport=Copies()).sum().backward()
+    return begun.call_count
+
+
+def test_each_pass_says_that_it_begins(two_ranks):
+    assert two_ranks.run(passes_that_begin) == [2, 2]
+
+
 def refused_in_a_graph(rank: int) -> str:
     plan = make_plan(masks.causal()(64, 16), dist.get_world_size())
     own = torch.randn(3, 1, 2, len(plan.positions(rank)), 16).unbind()
