@@ -398,10 +398,10 @@ def passes_that_begin(rank: int) -> int:
     begin = Copies.begin_pass
     with (
         copies_of_files(),
-        mock.patch.object(Copies, "begin_pass", autospec=True, side_effect=begin) as begun,
+        mock.patch.object(Copies, "begin_pass", autospec=True, side_effect=begin) as called,
     ):
         context_parallel_attention(*own.unbind(), plan, transport=Copies()).sum().backward()
-    return begun.call_count
+    return called.call_count
 
 
 def test_each_pass_says_that_it_begins(two_ranks):
