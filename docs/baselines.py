@@ -6,10 +6,10 @@ from statistics import median
 from records import DIRECTIONS, NAMES, Rows, by_shape, find, paragraphs, size_of
 
 from experiments.markdown import table
+from sparseflash.backends.hopper.configs import MAX_DQ_WARPGROUP_DIMS
 
 OURS, ANY_ORDER = "sparseflash", "sparseflash:auto/any-order"
 PLANNED = "sparseflash:auto/planned"
-PLANNED_DIM = 64  # the largest head dim whose kernel has a planned order
 BASELINES = ("flash4", "flex", "cudnn", "cudnn-bsa", "cudnn-flex", "flash")
 
 
@@ -98,7 +98,7 @@ def planned_order(record: dict) -> str:
         default, any_order = (
             find(of_size, pattern, "backward", name) for name in (OURS, ANY_ORDER)
         )
-        if not (row and default and any_order) or row["head_dim"] > PLANNED_DIM:
+        if not (row and default and any_order) or row["head_dim"] > MAX_DQ_WARPGROUP_DIMS:
             continue
         others = [own["tflops"] for own in of_baselines(of_size, pattern, "backward")]
         over = [row["tflops"] / own["tflops"] for own in (default, any_order)]
