@@ -91,7 +91,7 @@ def slower_rows(rows: Rows) -> str:
 
 
 def planned_order(record: dict) -> str:
-    """Rates with dQ in a planned order, over those of the other modes and of the baselines."""
+    """Sustained rates with dQ in a planned order, over those of other modes and of baselines."""
     lines = []
     for of_size, pattern in sizes_and_masks(record["rows"]):
         row = find(of_size, pattern, "backward", PLANNED)
@@ -100,12 +100,13 @@ def planned_order(record: dict) -> str:
         )
         if not (row and default and any_order) or row["head_dim"] > MAX_DQ_WARPGROUP_DIMS:
             continue
-        others = [own["tflops"] for own in of_baselines(of_size, pattern, "backward")]
-        over = [row["tflops"] / own["tflops"] for own in (default, any_order)]
-        over += [row["tflops"] / max(others)] if others else []
+        others = of_baselines(of_size, pattern, "backward")
+        before, rate, any_rate = (own["sustained_tflops"] for own in (default, row, any_order))
         facts = f"{row['seq_len']:,}", pattern, f"{row['blocks_per_row']:.1f}"
-        rates = (f"{own['tflops']:.0f}" for own in (default, row, any_order))
-        lines.append([*facts, *rates, *(f"{value:.2f}" for value in over)])
+        rates = (f"{each:.0f}" for each in (before, rate, any_rate))
+        over = [f"{rate / each:.2f}" for each in (before, any_rate)]
+        most = max((own["sustained_tflops"] for own in others), default=None)
+        lines.append([*facts, *rates, *over, f"{rate / most:.2f}" if most else ""])
     head = ["tokens", "mask", "blocks in a row", "default", "planned", "any order"]
     head += ["planned over default", "over any order", "over the fastest baseline"]
     return table(head, lines)

@@ -33,8 +33,8 @@ def performance(tmp_path, monkeypatch) -> Any:
     return module
 
 
-def save(folder, name, device, rows, date="2026-01-01", gaps=()):
-    saved = record(replace(row, **SIZE) for row in rows)
+def save(folder, name, device, rows, date="2026-01-01", gaps=(), size=SIZE):
+    saved = record(replace(row, **size) for row in rows)
     about = {"device": device, "date": date, "command": "python -m x"}
     saved.environment = ENVIRONMENT | about | {"versions": {"torch": "2", "triton": "3"}}
     saved.complete, saved.gaps = True, list(gaps)
@@ -383,6 +383,37 @@ def test_rows_in_which_a_baseline_is_faster_than_both_modes(performance, tmp_pat
     assert len(lines) == 5
     assert lines[-1] == "| 128 | 16,384 | b | forward | 0.800 | 0.800 | cuDNN |"
     assert slower_rows([r for r in found if r["pattern"] == "full"]) == ""
+
+
+def test_a_planned_order_is_compared_where_the_kernel_of_64_dims_was_measured(
+    performance, tmp_path
+):
+    planned = "sparseflash:auto/planned"
+    names = ("sparseflash", planned, "sparseflash:auto/any-order", "flash4", "cudnn-flex")
+    times = {  # under continuous load, of the modes and of baselines
+        "full": (8.0, 5.0, 4.0, 10.0, 6.0),
+        "causal": (8.0, 5.0, 4.0),
+    }
+    rows = [
+        replace(FULL, implementation=name, pattern=pattern, direction=direction, sustained_ms=ms)
+        for pattern, of_modes in times.items()
+        for direction in PASSES
+        for name, ms in zip(names, of_modes, strict=False)
+    ]
+    rows += [replace(row, pattern="random") for row in rows if row.implementation != planned]
+    rows = [replace(row, **SIZE) for row in rows]
+    save(tmp_path, "bench-dense-planned", H200, rows)
+    assert "\n## Gradients in a planned order: full and causal masks\n" in performance.page()
+    planned_order = sys.modules["baselines"].planned_order
+    assert planned_order(performance.load("bench-dense-planned")).count("\n") == 1  # no row
+    rows += [replace(row, head_dim=64) for row in rows]
+    save(tmp_path, "bench-dense-planned", H200, rows, size={})
+    lines = planned_order(performance.load("bench-dense-planned")).splitlines()
+    rates = " | ".join(f"{2.5 * 4 * 64 * 2 * 16 * 16384**2 / (ms * 1e9):.0f}" for ms in (8, 5, 4))
+    assert lines[2:] == [
+        f"| 16,384 | full | 16.0 | {rates} | 1.60 | 0.80 | 1.20 |",
+        f"| 16,384 | causal | 16.0 | {rates} | 1.60 | 0.80 |  |",
+    ]
 
 
 def test_what_binds_has_the_figures_of_the_counters(performance):
