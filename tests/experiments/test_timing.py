@@ -1,10 +1,12 @@
 import gc
 import time
 import warnings
+import weakref
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise, permutations
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from experiments.timing import (
     time_rested,
     time_sustained,
 )
+from sparseflash.timing import no_garbage_collection
 
 
 def test_timing_is_the_median_and_the_quartiles():
@@ -153,6 +156,32 @@ def test_the_mode_that_refuses_waiting_ends_with_its_block_and_warns_of_nothing(
     with pytest.raises(RuntimeError, match="waits"), timing_module.no_waiting():
         raise RuntimeError("it waits")
     assert modes == ["error", "default"]
+
+
+@pytest.mark.parametrize("clock", [Clock.EVENTS, Clock.GRAPH])
+def test_what_earlier_calls_left_in_reference_cycles_is_freed_before_a_run_is_prepared(
+    clock, monkeypatch
+):
+    """Else nodes of autograd that belong to another stream would be part of what is captured."""
+    for name in ("current_device", "current_stream", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(timing_module, "_stream", mock.Mock())
+    monkeypatch.setattr(timing_module, "_captured", lambda run, _: run)
+    monkeypatch.setattr(timing_module, "_sample_gpu", lambda _, runs: [1.0] * runs)
+    alive = []
+
+    def prepare():
+        alive.append(left() is not None)
+        return lambda: None
+
+    with no_garbage_collection():
+        earlier = torch.ones(1)
+        earlier.itself, left = earlier, weakref.ref(earlier)
+        del earlier
+        with timing_module.prepared(prepare, clock):
+            pass
+    assert alive == [False]
 
 
 @pytest.mark.gpu
