@@ -1,5 +1,6 @@
-"""The picture of a record of scaling: a column for each pattern, a row for each figure.
+"""The picture of a record of scaling: a column for each measured pattern, a row for each figure.
 
+The patterns of a record without measurements are those that it predicts.
 "Received" is the largest number of megabytes of a rank in a forward pass. Exposed milliseconds and
 peak memory are those of both passes.
 
@@ -93,6 +94,9 @@ def modelled(predicted: list[dict]) -> dict[tuple[str, str, int], Figures]:
 def _figure(kind: Kind, lines: dict[tuple[str, str, int], Figures]) -> "Figure":
     from matplotlib.lines import Line2D
 
+    seen = {pattern for pattern, name, _ in lines if name != PREDICTED}
+    if seen:  # else all of the record is predicted
+        lines = {key: found for key, found in lines.items() if key[0] in seen}
     patterns = list(dict.fromkeys(pattern for pattern, *_ in lines))
     ranks = sorted({count for *_, count in lines})
 

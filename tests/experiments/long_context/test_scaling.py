@@ -295,6 +295,31 @@ def test_pictures_show_gains_relative_to_one_rank():
         assert labels == ["plan", "all-gather", "ring", "ideal"]
 
 
+def figures(*patterns: str, names=(*Way, plots.PREDICTED)) -> dict:
+    """The figures of implementations on one and two ranks."""
+    found = {"ms": 1.0, "rate": 1.0, "moved": 1.0, "exposed": 1.0}
+    return {(pattern, name, n): found for pattern in patterns for name in names for n in (1, 2)}
+
+
+def test_pictures_show_predictions_of_what_was_measured_alone():
+    """Or all of a record in which nothing was."""
+    predicted_only = figures("window", "top-k", "random", names=[plots.PREDICTED])
+    some = figures("window", "random", names=["plan"]) | predicted_only
+    for lines, shown in ((some, "window random"), (predicted_only, "window top-k random")):
+        axes = plots._figure(Kind.WEAK, lines).axes
+        assert [ax.get_title() for ax in axes if ax.get_title()] == shown.split()
+        assert len(axes) == 3 * len(shown.split())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_the_legend_of_a_picture_is_as_wide_as_its_panels(count):
+    figure = plots._figure(Kind.WEAK, figures(*"abcdefg"[:count]))
+    figure.draw_without_rendering()
+    (legend,), width = figure.legends, figure.bbox.width
+    assert len(legend.get_texts()) == len(Way) + 2
+    assert 0.4 * width < legend.get_window_extent().width < width
+
+
 @pytest.mark.slow(20)
 def test_a_strong_run_on_two_processes(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
