@@ -47,8 +47,9 @@ def panels(
 
 
 def look(number: int) -> dict[str, Any]:
-    """The colour and the marker of a line, by its number."""
-    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+    """The colour and the marker of a line, by its number; of 64 lines no two have the same."""
+    turn, place = divmod(number, len(COLOURS))
+    return {"color": COLOURS[place], "marker": MARKERS[(place + turn) % len(MARKERS)]}
 
 
 def origin(environment: dict) -> str:

@@ -168,16 +168,23 @@ def _against_length(
 
 
 def _landscape(found: dict[tuple[str, str], Line], record: Record) -> Figure:
-    """Time and memory over lengths: ours solid, exact ones dashed, approximations dotted."""
+    """Time and memory over lengths: ours solid, exact ones dashed, approximations dotted.
+
+    An approximation looks the same in every picture, whichever others were measured.
+    """
     figure, axes = panels(1, 2, size=(13, 5.6))
     marked = from_python(record.rows)
-    for i, ((implementation, family), line) in enumerate(found.items()):
-        approximate = implementation in {b.value for b in Baseline if b.approximate}
+    approximations = [b.value for b in Baseline if b.approximate]
+    others = [label for label in found if label[0] not in approximations]
+    for label, line in found.items():
+        implementation, family = label
+        approximate = implementation in approximations
         kind = f"approximate, {FROM_PYTHON}" if implementation in marked else "approximate"
         known = BASELINE_NAMES.get(implementation, implementation)
-        style = look(i) | {
+        place = approximations.index(implementation) if approximate else others.index(label)
+        style = look(place) | {
             "linestyle": "-" if is_ours(implementation) else ":" if approximate else "--",
-            "markerfacecolor": None if i < len(COLOURS) else "white",
+            "markerfacecolor": "white" if approximate else None,
             "markersize": 4.5,
             "linewidth": 2 if is_ours(implementation) else 1.3,
             "label": f"{known} ({kind})" if approximate else f"{known}, {family}",

@@ -35,6 +35,7 @@ from experiments.packaged import (
     without_projections,
 )
 from experiments.pattern_families import Problem
+from experiments.pictures import COLOURS
 from experiments.record import (
     FROM_PYTHON,
     NO_GRAPH,
@@ -333,6 +334,34 @@ def test_tables_and_pictures_mark_what_was_called_from_python(tmp_path):
     assert NO_GRAPH in shown
     labels = [text.get_text() for text in plots._landscape(lines(rows), record).legends[0].texts]
     assert [FROM_PYTHON in label for label in labels] == [False, True, False]
+
+
+def test_lines_of_a_picture_look_different_and_an_approximation_the_same_in_each():
+    every = [b.value for b in Baseline if b.approximate]
+    assert len(every) > len(COLOURS)
+
+    def looks(*names: str) -> dict[str, tuple]:
+        rows = [
+            *(
+                row("sparseflash", 64, d, 1.0, family=f)
+                for f in ("full", "local(8)")
+                for d in METHOD.directions
+            ),
+            *(row(name, 64, d, 1.0) for name in names for d in METHOD.directions),
+        ]
+        drawn = plots._landscape(lines(rows), Record({"device": "cpu"}, {}, rows)).axes[0].lines
+        return {
+            str(line.get_label()): (
+                *(line.get_color(), line.get_marker(), line.get_linestyle()),
+                line.get_markerfacecolor(),
+            )
+            for line in drawn
+        }
+
+    all_of_them, last = looks("standard", "sdpa", *every), looks("sdpa", every[-1])
+    assert len(set(all_of_them.values())) == len(all_of_them) == 4 + len(every)
+    label = "Sinkhorn (approximate)"
+    assert last[label] == all_of_them[label]
 
 
 def test_some_implementations_have_a_record_of_their_own(tmp_path, monkeypatch):
