@@ -17,15 +17,10 @@ from experiments.record import (
 
 KINDS = {  # records of Figure 3: their titles, and the times of the paper
     "bench-landscape": ("Without dropout and padding", PLAIN),
-    "bench-landscape-packages": ("Packages, without dropout and padding", PLAIN),
     "bench-landscape-dropout": ("With dropout 0.1", DROPOUT),
     "bench-landscape-padding": ("With padded keys", PADDING),
-    "bench-landscape-flash4-padding": ("Kernels of FlashAttention-4, with padded keys", PADDING),
-    "bench-landscape-packages-padding": ("Packages, with padded keys", PADDING),
     "bench-landscape-dropout-padding": ("With dropout 0.1 and padded keys", BOTH),
 }
-# The reason of records that were made before FlashAttention-4 was measured with padding.
-NO_PADDING = "is measured without padding"
 PAIRED = {
     "standard": "PyTorch",
     "linformer": "Linformer",
@@ -64,7 +59,7 @@ def parts_of_standard(name: str) -> str:
 
 def landscape(name: str) -> str:
     """Times and memory over lengths, and crossings, of one record and of the paper."""
-    (title, published), others = KINDS[name], elsewhere(name)
+    title, published = KINDS[name]
     record, stem = latest(name)
     rows = list(map(row_of, record["rows"])) if record else []
     found, marked = lines(rows), from_python(rows)
@@ -81,27 +76,17 @@ def landscape(name: str) -> str:
         memory.append([name, *(f"{round(p[1] / 2**20, 1):,}" if p else NOTHING for p in pairs)])
     parts = [f"**{title}: milliseconds, both passes**", table(head, times)]
     parts += [f'"{FROM_PYTHON}": {NO_GRAPH}.'] if marked else []
-    parts += [not_measured(record["skipped"], found, others)]
+    parts += [not_measured(record["skipped"], found)]
     parts += [f"**{title}: peak MiB without the inputs**", table(head, memory)]
     parts += [f"**{title}: crossings**", crossings(found, published)]
     parts += [picture(f"{stem}-landscape", f"{title}: time and memory over lengths")]
     return paragraphs([*parts, measured(record)])
 
 
-def elsewhere(name: str) -> set[str]:
-    """The implementations in other records of the same setting, which have tables of their own."""
-    others = [kind for kind, each in KINDS.items() if each[1] == KINDS[name][1] and kind != name]
-    records = filter(None, (latest(kind)[0] for kind in others))
-    return {row["implementation"] for record in records for row in record["rows"]}
-
-
-def not_measured(
-    skipped: list[list[str]], found: dict[tuple[str, str], Line], others: set[str]
-) -> str:
+def not_measured(skipped: list[list[str]], found: dict[tuple[str, str], Line]) -> str:
     """Why cells are empty, as a list.
 
     skipped: [implementation, "PATTERN at N = TOKENS", reason], as records have it.
-    others: implementations in tables of their own
     """
     reasons: dict[tuple[str, str], list[int]] = {}
     for implementation, where, reason in skipped:
@@ -112,11 +97,6 @@ def not_measured(
     shortest = min(n for line in found.values() for n in line)
     for (name, reason), lengths in reasons.items():
         own = [n for label, line in found.items() if label[0] == name for n in line]
-        if not own and name in others:
-            rows.append(f"- {NAMES.get(name, name)}: has a table of its own.")
-            continue
-        if reason.endswith(NO_PADDING):  # of records with dropout, which it has not either
-            reason = "has no dropout"
         # What fails is not measured at longer lengths; a length that it cannot compute is.
         if len(lengths) > 1 or max(own, default=0) > max(lengths):
             where = f" at {', '.join(f'{n:,}' for n in lengths)} tokens"

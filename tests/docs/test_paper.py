@@ -64,13 +64,13 @@ def test_what_has_no_record_says_so(paper):
     for name in ("parts", "landscape", "pretraining", "language-models"):
         shown = paper.TABLES[name]()
         assert shown.startswith("*Not measured yet"), name
-    assert row(paper.overview(), "Figure 3")[-1] == "0 of 7"
+    assert row(paper.overview(), "Figure 3")[-1] == "0 of 4"
     assert row(paper.authors(), "512") == ["–"] * 7 + ["30.0", "10.0"]
 
 
 def test_figures_1_and_3(paper, tmp_path):
     landscape(tmp_path)
-    assert row(paper.overview(), "Figure 3")[-1] == "1 of 7"
+    assert row(paper.overview(), "Figure 3")[-1] == "1 of 4"
     parts = paper.TABLES["parts"]()
     assert row(parts, "sum of all parts") == ["10.0", "5.00"]
     assert row(parts, "mask") == ["6.00", "3.00"]
@@ -89,15 +89,11 @@ def test_figures_1_and_3(paper, tmp_path):
     assert "**With dropout 0.1: milliseconds" in paper.TABLES["landscape"]()
 
 
-def test_a_record_of_packages_has_tables_of_its_own(paper, tmp_path):
-    """With marks of what was called from Python, and the reasons of empty cells."""
+def test_figure_3_marks_what_was_called_from_python_and_says_why_cells_are_empty(paper, tmp_path):
     landscape(tmp_path)
     shown = paper.TABLES["landscape"]()
     assert "Not measured:" not in shown
-    lacking = (
-        "*Not measured yet: packages, without dropout and padding; with dropout 0.1; with padded"
-    )
-    assert lacking in shown
+    assert "*Not measured yet: with dropout 0.1; with padded keys; with dropout 0.1 and" in shown
     facts = {"suite": "landscape", "direction": "forward"}
     rows = [
         replace(FULL, implementation=name, seq_len=n, median_ms=ms, clock=clock, **facts)
@@ -106,8 +102,7 @@ def test_a_record_of_packages_has_tables_of_its_own(paper, tmp_path):
     ]
     saved = record(rows)
     saved.environment = FACTS | {
-        "command": "python -m y --trainer.logger.name= --name packages --deadline.at=1.5 "
-        "--output there"
+        "command": "python -m y --trainer.logger.name= --deadline.at=1.5 --output there"
     }
     saved.skipped = [
         ["bigbird", "full at N = 512", "bigbird needs at least 768 tokens, got 512"],
@@ -120,12 +115,9 @@ def test_a_record_of_packages_has_tables_of_its_own(paper, tmp_path):
         ["longformer", "full at N = 512", "longformer needs a multiple of 128 tokens, got 512"],
         ["longformer", "full at N = 1024", "longformer needs a multiple of 128 tokens, got 1024"],
     ]
-    saved.save(tmp_path / "bench-landscape-packages-nvidia-h200.json")
+    saved.save(tmp_path / "bench-landscape-nvidia-h200.json")
     shown = paper.TABLES["landscape"]()
-    assert "*Not measured yet: with dropout 0.1; with padded keys; kernels of" in shown
-    first, second = shown.index("**Without dropout"), shown.index("**Packages, without dropout")
-    assert first < second
-    assert '"called from Python": a CUDA graph cannot contain this' in shown[second:]
+    assert '"called from Python": a CUDA graph cannot contain this' in shown
     assert row(shown, "BigBird (called from Python)") == ["–", "8.00"]
     assert "- BigBird at 512 tokens: needs at least 768 tokens." in shown
     assert "- BigBird from 2,048 tokens on: out of memory." in shown
@@ -134,7 +126,7 @@ def test_a_record_of_packages_has_tables_of_its_own(paper, tmp_path):
     # Of the same run and, in the columns of the paper, of its Table 20.
     crossing = [line for line in shown.splitlines() if line.startswith("| BigBird | faster")]
     assert crossing == ["| BigBird | faster from 1,024 | slower from 2,925 | faster from 128 |"]
-    assert shown[second:].count("`python -m y --name packages`") == 1
+    assert shown.count("`python -m y`") == 1
 
 
 def test_the_latest_of_several_gpus_is_shown(paper, tmp_path):

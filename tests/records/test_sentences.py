@@ -8,16 +8,17 @@ from statistics import fmean, geometric_mean
 import pytest
 
 from experiments import long_documents
-from experiments.cli import SHIPPED
+from experiments.cli import SHIPPED, Baseline
 from experiments.language_model.model import causal_pattern
 from experiments.language_model.results import bits_at, common_seconds, mean_bits, repeated
 from experiments.long_documents.results import RANDOM, span, start_of
 from experiments.lra import page
 from experiments.pretraining import exact_pairs, largest_difference
-from experiments.record import read_rows
+from experiments.record import Line, Record, crossing_length, is_ours, lines, read_rows
 
 pytestmark = pytest.mark.records
 H100 = "nvidia-h100-80gb-hbm3"
+APPROXIMATIONS = {name.value for name in Baseline if name.approximate}
 PAPER = Path(__file__).parents[2] / "docs/paper.md"
 
 
@@ -166,19 +167,92 @@ def losses_of(pair: tuple[dict, dict]) -> tuple[float, float]:
     return found["sdpa"], found["ours"]
 
 
-def test_routing_attention_over_lengths():
-    plain, both = (
-        {
-            row["seq_len"]: row["median_ms"]
-            for row in read_rows(read(f"bench-landscape-{kind}"))
-            if (row["implementation"], row["direction"]) == ("routing", "backward")
-        }
-        for kind in ("packages", "dropout-padding")
+def test_time_and_memory_over_lengths():
+    text, settings = words(PAPER), ("", "-dropout", "-padding", "-dropout-padding")
+    found = {
+        kind: lines(Record.load(SHIPPED / f"bench-landscape{kind}-nvidia-h200.json").rows)
+        for kind in settings
+    }
+    full = {kind: each["sparseflash", "full"] for kind, each in found.items()}
+    others = [
+        (kind, name, line)
+        for kind, each in found.items()
+        for (name, _), line in each.items()
+        if not is_ours(name)
+    ]
+    sparse = {
+        (kind, family): line
+        for kind, each in found.items()
+        for (name, family), line in each.items()
+        if is_ours(name) and family != "full"
+    }
+    assert len(sparse) == 3 * len(settings)
+    slower = {
+        n
+        for kind, _, other in others
+        for (own_kind, _), line in sparse.items()
+        for n in other
+        if own_kind == kind and line[n][0] >= other[n][0]
+    }
+    assert max(slower) == 512
+    told = "at 1,024 tokens and more, each of the block-sparse patterns is faster than every other"
+    assert f"{told} implementation, in all four settings" in text
+    flash4 = {kind: line for kind, name, line in others if name == "flash4"}
+    assert flash4.keys() == {"", "-padding"}
+    plain, padded = (crossing_length(flash4[kind], full[kind]) or 0 for kind in flash4)
+    told = f"from {plain:,.0f} tokens on without padding and from {padded:,.0f} on with padding"
+    assert f"slower than FlashAttention-4, {told}; FlashAttention-4 has no dropout" in text
+
+    first, kind, name = min(
+        (length, kind, name)
+        for kind, name, line in others
+        if name in APPROXIMATIONS and (length := crossing_length(line, full[kind])) is not None
     )
+    assert (kind, name) == ("-dropout", "sinkhorn")
+    told = f"faster than the full mask from {first:,.0f} tokens on (Sinkhorn with dropout)"
+    assert told in text
+
+    def memory(own: Line, line: Line) -> list[float]:
+        """Peak bytes over those of sparseflash with the full mask."""
+        return [line[n][1] / own[n][1] for n in line]
+
+    times = {(kind, name): memory(full[kind], line) for kind, name, line in others}
+    assert max(max(of) for of in times.values()) == max(times["-dropout", "standard"])
+    most = max(times["-dropout", "standard"])
+    assert f"up to {most:.0f} times less memory than standard attention" in text
+    less = {name for (_, name), of in times.items() if min(of) < 1}
+    assert less == {"flex"}
+    flex = [100 * (1 - of) for (_, name), each in times.items() if name == "flex" for of in each]
+    assert {round(each) for each in flex} == {1}
+    least = min(min(of) for (_, name), of in times.items() if name in APPROXIMATIONS)
+    told = (
+        f"needs 1 % less than sparseflash, approximations need at least {least:.1f} times as much"
+    )
+    assert told in text
+    # The memory of patterns is that of the full mask.
+    same = [line[n][1] / full[kind][n][1] for (kind, _), line in sparse.items() for n in line]
+    assert max(same) < 1.001
+
+
+def test_jumps_of_backward_passes_over_lengths():
+    def backward(name: str, record: str) -> dict[int, float]:
+        return {
+            row["seq_len"]: row["median_ms"]
+            for row in read_rows(read(record))
+            if (row["implementation"], row["direction"]) == (name, "backward")
+        }
+
+    plain = backward("routing", "bench-landscape")
+    both = backward("routing", "bench-landscape-dropout-padding")
+    smyrf = backward("smyrf", "bench-landscape-padding")
+    reformer = backward("reformer", "bench-landscape")
     told = (
         f"routing attention takes {plain[4096]:.1f} ms at 4,096 tokens and {plain[8192]:.0f} ms "
         f"at 8,192 without dropout and padding; with both it takes {both[8192]:.0f} ms at 8,192 "
-        f"tokens and {both[16_384]:.1f} ms at 16,384"
+        f"tokens and {both[16_384]:.1f} ms at 16,384. That of SMYRF takes {smyrf[8192]:.0f} ms at "
+        f"8,192 tokens and {smyrf[16_384]:.0f} ms at 16,384 with padding, and that of Reformer "
+        f"{reformer[16_384]:.0f} ms at 16,384 tokens and {reformer[32_768]:,.0f} ms at 32,768 "
+        "without."
     )
     assert told in words(PAPER)
 
