@@ -177,7 +177,7 @@ def test_what_earlier_calls_left_in_reference_cycles_is_freed_before_a_run_is_pr
 
     with no_garbage_collection():
         earlier = torch.ones(1)
-        earlier.__dict__["itself"], left = earlier, weakref.ref(earlier)
+        vars(earlier)["itself"], left = earlier, weakref.ref(earlier)
         del earlier
         with timing_module.prepared(prepare, clock):
             pass
