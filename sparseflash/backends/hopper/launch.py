@@ -273,8 +273,12 @@ def heads_per_group_of(
     in L2. Otherwise, as for causal masks, it is the largest power of two whose operands fit in L2.
     One head does not suffice then, because its short rows cannot fill the idle time that its long
     rows leave. It is all heads if the longest row of the last group would run alone for more than
-    MAX_TAIL of the total time. The host does not know the rows of a mask whose blocks the device
-    chooses, so it assumes an imbalance: see configs.ASSUMED_IMBALANCE.
+    MAX_TAIL of the total time. The last group may have fewer heads than the others, and a CTA may
+    begin that row one row of mean length late, because CTAs take work tiles ahead.
+
+    The host does not know the rows of a mask whose blocks the device chooses, so it assumes an
+    imbalance: see configs.ASSUMED_IMBALANCE. For such a mask it counts neither of the two:
+    neighbouring rows may read different keys, so that L2 would hold few of those of all heads.
 
     Args:
         spec: Spec of the call.
@@ -294,11 +298,11 @@ def heads_per_group_of(
     head_bytes = max(spec.q_len, spec.k_len) * token_bytes
     in_l2 = max(configs.L2_OPERAND_BYTES // head_bytes, 1)
     heads = min(num_bh, 1 << in_l2.bit_length() - 1)
-    # Times of a group and of all heads on all CTAs, in units of the time of a row of mean length.
-    group, all_heads = (n * rows.num_scheduled_rows / ctas for n in (heads, num_bh))
-    imbalance = rows.imbalance
+    imbalance, last_heads = rows.imbalance + 1, (num_bh - 1) % heads + 1
     if math.isinf(imbalance):
         query_blocks = -(-spec.q_len // spec.block_size[0])
         sink = query_blocks / configs.ASSUMED_BLOCKS if by_key else 0.0
-        imbalance = max(configs.ASSUMED_IMBALANCE, sink)
+        imbalance, last_heads = max(configs.ASSUMED_IMBALANCE, sink), heads
+    # Times of a group and of all heads on all CTAs, in units of the time of a row of mean length.
+    group, all_heads = (n * rows.num_scheduled_rows / ctas for n in (last_heads, num_bh))
     return heads if imbalance - group <= configs.MAX_TAIL * all_heads else num_bh

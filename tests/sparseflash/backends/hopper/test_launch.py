@@ -121,8 +121,36 @@ def test_heads_stay_in_groups_unless_the_longest_row_would_end_alone(
 
 
 @pytest.mark.parametrize(
+    ("pattern", "seq_len", "num_bh", "heads_per_group"),
+    [
+        # The last group of 2 has 1 head, with 1.8 rows for each CTA.
+        (masks.causal(), 30_720, 7, 7),
+        (masks.causal(), 30_720, 8, 2),
+        (masks.causal(), 8192, 12, 12),  # 8 and 4
+        (masks.causal(), 8192, 16, 8),
+        # The longest row is 5.7 to 6.3 times the mean.
+        (masks.local(2048) | masks.global_tokens(1560), 41_984, 7, 7),
+        (masks.local(2048) | masks.global_tokens(1560), 46_080, 8, 8),
+        (masks.local(2048) | masks.global_tokens(1560), 46_080, 64, 2),
+    ],
+)
+def test_a_last_group_of_fewer_heads_and_rows_taken_ahead_count(
+    pattern, seq_len, num_bh, heads_per_group
+):
+    rows = pattern(seq_len).table().by_query
+    spec = replace(SPEC, q_len=seq_len, k_len=seq_len, head_dim=128, value_dim=128)
+    assert launch.heads_per_group_of(spec, rows, num_bh, ctas=132) == heads_per_group
+
+
+@pytest.mark.parametrize(
     ("seq_len", "num_bh", "of_queries", "of_keys"),
-    [(4096, 128, 16, 16), (8192, 64, 8, 64), (16_384, 32, 4, 32), (1024, 12, 12, 12)],
+    [
+        (4096, 128, 16, 16),
+        (4096, 129, 16, 16),  # the last group has 1 head, which does not count here
+        (8192, 64, 8, 64),
+        (16_384, 32, 4, 32),
+        (1024, 12, 12, 12),
+    ],
 )
 def test_heads_of_a_mask_that_only_the_device_knows_are_in_groups_too(
     seq_len, num_bh, of_queries, of_keys
