@@ -1,7 +1,7 @@
 """Callbacks of the trainer: progress bar, learning curve, checkpoints, early ends of runs."""
 
 import time
-from math import sqrt
+from math import isfinite, sqrt
 from pathlib import Path
 from typing import Literal
 
@@ -92,6 +92,12 @@ class Best(ModelCheckpoint):
 
     def __init__(self, monitor: str = "validation/accuracy", mode: Literal["min", "max"] = "max"):
         super().__init__(filename="best", monitor=monitor, mode=mode, enable_version_counter=False)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Weights that are not finite give the same class for each sample, which can be better
+        # than the accuracy of the first steps.
+        if isfinite(validation_loss(trainer)):
+            super().on_validation_end(trainer, pl_module)
 
     def load_state_dict(self, state_dict: dict) -> None:
         path = Path(self.dirpath or "") / f"best{self.FILE_EXTENSION}"
@@ -189,6 +195,32 @@ class StuckAtChance(Callback):
         self.stuck, self._accuracies = state_dict["stuck"], state_dict["accuracies"]
 
 
+class Diverged(Callback):
+    """Ends a run whose validation loss is not a finite number.
+
+    Its weights are not finite then, and stay so. The best checkpoint is tested, as at the normal
+    end.
+    """
+
+    def __init__(self):
+        self.diverged = False
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Learner) -> None:
+        if trainer.sanity_checking:
+            return
+        if not isfinite(validation_loss(trainer)):
+            self.diverged = trainer.should_stop = True
+            rank_zero_info(
+                f"The validation loss of step {trainer.global_step} is not finite: the run ends."
+            )
+
+    def state_dict(self) -> dict:
+        return {"diverged": self.diverged}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.diverged = state_dict["diverged"]
+
+
 class Deadline(Checkpoint):
     """Stops a run at a given time, and saves a checkpoint from which it can be resumed.
 
@@ -260,6 +292,13 @@ class Interruption(Checkpoint):
             save_last(trainer)
 
 
+def validation_loss(trainer: L.Trainer) -> float:
+    """The loss of the last validation: of hidden tokens if there is none of labels."""
+    measured = trainer.callback_metrics
+    names = ("validation/loss", "validation/pixels")
+    return float(next(measured[name] for name in names if name in measured))
+
+
 def ends_step(trainer: L.Trainer, batch_idx: int) -> bool:
     """Whether a batch is the last one of a step; a checkpoint has no gradients."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
@@ -280,11 +319,12 @@ def folder_of(trainer: L.Trainer) -> Path:
 class Curve(Callback):
     """Writes [step, accuracy, loss] of every validation to curve.json, also if a run is killed.
 
-    In pre-training it writes [step, loss of hidden tokens]. It also measures how long a run takes.
+    In pre-training it writes [step, loss of hidden tokens]. A value that is not finite is None,
+    because JSON has no such number. It also measures how long a run takes.
     """
 
     def __init__(self):
-        self.points: list[list[float]] = []
+        self.points: list[list[float | None]] = []
         self._before: float | None = 0.0
         self._started: float | None = None
 
@@ -309,7 +349,9 @@ class Curve(Callback):
             measured = trainer.callback_metrics
             names = ("validation/accuracy", "validation/loss")
             names = ("validation/pixels",) if pl_module.pre_trains else names
-            self.points.append([trainer.global_step, *(float(measured[name]) for name in names)])
+            values = [float(measured[name]) for name in names]
+            finite = [value if isfinite(value) else None for value in values]
+            self.points.append([trainer.global_step, *finite])
             folder = folder_of(trainer)
             if trainer.is_global_zero:
                 write_json(folder / "curve.json", self.points)

@@ -20,6 +20,7 @@ from experiments.lra.batches import ArenaData
 from experiments.lra.callbacks import (
     Curve,
     Deadline,
+    Diverged,
     Enough,
     Interruption,
     StepBar,
@@ -130,10 +131,14 @@ class ArenaCLI(LightningCLI):
         return any(callback.stuck for callback in self._callbacks(StuckAtChance))
 
     @property
+    def diverged(self) -> bool:
+        return any(callback.diverged for callback in self._callbacks(Diverged))
+
+    @property
     def ended(self) -> bool:
         """Whether a run was trained to its end, not stopped at its time limit."""
         enough = any(callback.reached for callback in self._callbacks(Enough))
-        return enough or self.trainer.global_step >= int(self.trainer.max_steps)
+        return enough or self.diverged or self.trainer.global_step >= int(self.trainer.max_steps)
 
     def after_fit(self) -> None:
         self.trained(self)
@@ -164,6 +169,7 @@ class ArenaCLI(LightningCLI):
         return {
             "stuck": self.stuck,
             "ended": self.ended,
+            "diverged": self.diverged,
             "steps": self.trainer.global_step,
             "seconds": next((curve.seconds for curve in curves), None),
             "curve": [point for curve in curves for point in curve.points],
@@ -220,6 +226,8 @@ def show(result: dict) -> None:
     if result["stuck"]:
         Console().print(f"{result['task']}: stuck at chance, stopped at step {result['steps']}")
         return
+    if result.get("diverged"):
+        Console().print(f"{result['task']}: diverged before step {result['steps']}")
     accuracy, error = result["test/accuracy"], result["test/standard_error"]
     table = Table("", "%", "accuracy is above by", title=f"{result['task']}, test")
     table.add_row("accuracy", f"{100 * accuracy:.2f} ± {100 * error:.2f}", "")

@@ -15,6 +15,7 @@ from experiments.lra.callbacks import (
     Best,
     Curve,
     Deadline,
+    Diverged,
     Enough,
     Interruption,
     StuckAtChance,
@@ -100,6 +101,35 @@ def test_a_run_that_goes_on_counts_the_seconds_of_its_parts(tmp_path):
     assert rest.seconds > first.seconds + 0.3
     rest.load_state_dict({"points": []})  # of a checkpoint that was saved before it had the time
     assert rest.seconds is None
+
+
+class Destroying(Callback):
+    """Makes weights that are not finite at a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, *_):
+        if trainer.global_step == self.step:
+            with torch.no_grad():
+                next(pl_module.parameters()).fill_(torch.nan)
+
+
+def test_a_run_whose_loss_is_not_finite_ends_at_its_next_validation(tmp_path):
+    best, diverged = Best(), Diverged()
+    trainer = fit(tmp_path, Curve(), best, diverged, Destroying(5), steps=20)[0]
+    assert diverged.diverged
+    assert trainer.global_step == 8  # validated at 4, 8, ...
+    assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["global_step"] == 4
+    curve = json.loads((tmp_path / "curve.json").read_text(), parse_constant=pytest.fail)
+    assert [point[0] for point in curve] == [4, 8]
+    assert curve[1][2] is None
+
+
+def test_a_run_whose_loss_is_finite_does_not_diverge(tmp_path):
+    diverged = Diverged()
+    assert fit(tmp_path, diverged, steps=8)[0].global_step == 8
+    assert not diverged.diverged
 
 
 class Interrupting(Callback):
