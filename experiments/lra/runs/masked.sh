@@ -14,5 +14,6 @@ for task in ${TASKS:-text image}; do
     fit tuned-$kind labels "${attention[@]}" --model.init_from "runs/$task-masked-$kind/seed{seed}/checkpoints/best.ckpt" "$@"
     fit labels-$kind labels "${attention[@]}" "$@"
   done
-  python -m experiments.lra.results "$task-masked" "runs/$task-tuned-"{sparse,dense} "runs/$task-labels-"{sparse,dense}
+  python -m experiments.lra.results "$task-masked" "runs/$task-tuned-"{sparse,dense}
+  python -m experiments.lra.results "$task-labels" "runs/$task-labels-"{sparse,dense}
 done
