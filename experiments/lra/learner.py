@@ -25,6 +25,7 @@ from experiments.module import TrainingModule
 # Classes of contour labels: the number of discs on the contour of a token.
 TRACES = 3
 HEADS = ("restore.", "trace.")  # weights that only training uses
+LABEL_HEAD = ("classifier.hidden.", "classifier.answer.")  # weights that only labels train
 ATTENTION = "attention"  # a key of checkpoints
 TRAINED = "trained"  # a key of checkpoints: what a run reports that starts from them
 Growth = Literal["interpolated", "repeated"]
@@ -328,6 +329,9 @@ def read_checkpoint(path: Path) -> dict:
 def start_from(learner: Learner, path: Path, how: Growth = "interpolated") -> dict:
     """Loads weights. Learned positions are resized, and heads for training may be missing.
 
+    Pre-training without labels does not train the head of the classifier, so this head keeps its
+    random weights. The pre-training may be of another task with the same tokens.
+
     Returns:
         What trained these weights; see `trained_by`.
 
@@ -337,7 +341,12 @@ def start_from(learner: Learner, path: Path, how: Growth = "interpolated") -> di
     checkpoint = read_checkpoint(path)
     if "state_dict" not in checkpoint:
         raise ValueError(f"{path} has no weights: 'state_dict' is missing")
-    weights = checkpoint["state_dict"]
+    without = () if checkpoint.get(TRAINED, {}).get("labels", True) else LABEL_HEAD
+    weights = {
+        name: value
+        for name, value in checkpoint["state_dict"].items()
+        if not name.startswith(without)
+    }
     own = learner.state_dict()
     name = "classifier.encoder.positions.learned.weight"
     if name in weights and name in own:
@@ -350,7 +359,8 @@ def start_from(learner: Learner, path: Path, how: Growth = "interpolated") -> di
         missing, unexpected = learner.load_state_dict(weights, strict=False)
     except RuntimeError as error:
         raise ValueError(f"{path} has another model: {error}") from error
-    if others := [key for key in (*missing, *unexpected) if not key.startswith(HEADS)]:
+    ours = (*HEADS, *without)
+    if others := [key for key in (*missing, *unexpected) if not key.startswith(ours)]:
         raise ValueError(f"{path} has another model: only one of the two has {others}")
     return trained_by(checkpoint)
 

@@ -4,6 +4,7 @@ import csv
 import math
 import pickle
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -283,6 +284,37 @@ def test_training_starts_from_pre_trained_weights(tmp_path):
     torch.save({"weights": {}}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"other\.pt has no weights"):
         start_from(learner, tmp_path / "other.pt")
+
+
+class MajorityOfTwo(Majority):
+    """Two documents of a sample, for which a classifier has another head than for one."""
+
+    name = "majority-of-two"
+
+    def __init__(self):
+        self.shape = Shape(seq_len=16, vocabulary=3, classes=2, documents=2)
+
+    def samples(self, stream):
+        single = Majority().samples(stream)
+        pairs = pairwise(single)
+        return [Sample([*a.documents, *b.documents], a.label ^ b.label) for a, b in pairs]
+
+
+def test_pre_training_without_labels_gives_its_weights_to_a_task_with_another_head(tmp_path):
+    fit(tmp_path / "before", steps=2, objective=ObjectiveConfig(labels=0, pixels=1))
+    fit(tmp_path / "labels", steps=2)
+    start = tmp_path / "before" / "last.ckpt"
+    weights = torch.load(start, weights_only=True)["state_dict"]
+    task = MajorityOfTwo()
+    learner = Learner(task, ENCODER, OptimizerConfig(), ObjectiveConfig(), init_from=start)
+    own = learner.state_dict()
+    for name in own.keys() & weights.keys():
+        trained = not name.startswith(("classifier.hidden.", "classifier.answer."))
+        assert torch.equal(own[name], weights[name]) == trained, name
+    fit(tmp_path / "after", steps=2, task=task, init_from=start)
+    # Labels have trained the head, which must not be lost without a word.
+    with pytest.raises(ValueError, match=r"last\.ckpt has another model"):
+        fit(tmp_path / "after", task=task, init_from=tmp_path / "labels" / "last.ckpt")
 
 
 @pytest.mark.parametrize(
