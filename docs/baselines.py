@@ -6,7 +6,11 @@ from statistics import median
 from records import DIRECTIONS, NAMES, Rows, by_shape, find, paragraphs, size_of
 
 from experiments.markdown import table
-from sparseflash.backends.hopper.configs import MAX_DQ_WARPGROUP_DIMS
+from sparseflash.backends.hopper.configs import (
+    MAX_DQ_WARPGROUP_DIMS,
+    MAX_ORDINALS,
+    MIN_PLANNED_BLOCKS,
+)
 
 OURS, ANY_ORDER = "sparseflash", "sparseflash:auto/any-order"
 PLANNED = "sparseflash:auto/planned"
@@ -91,25 +95,63 @@ def slower_rows(rows: Rows) -> str:
 
 
 def planned_order(record: dict) -> str:
-    """Sustained rates with dQ in a planned order, over those of other modes and of baselines."""
+    """Sustained rates of the modes: a summary against the fastest baseline, then every mask."""
+    over_fastest: dict[bool, list[list[float]]] = {True: [], False: []}
     lines = []
     for of_size, pattern in sizes_and_masks(record["rows"]):
-        row = find(of_size, pattern, "backward", PLANNED)
-        default, any_order = (
-            find(of_size, pattern, "backward", name) for name in (OURS, ANY_ORDER)
-        )
-        if not (row and default and any_order) or row["head_dim"] > MAX_DQ_WARPGROUP_DIMS:
+        found = [find(of_size, pattern, "backward", name) for name in (OURS, PLANNED, ANY_ORDER)]
+        if not all(found) or found[0]["head_dim"] > MAX_DQ_WARPGROUP_DIMS:
             continue
+        rates = [row["sustained_tflops"] for row in found]
+        is_planned = has_planned_order(found[0])
         others = of_baselines(of_size, pattern, "backward")
-        before, rate, any_rate = (own["sustained_tflops"] for own in (default, row, any_order))
-        facts = f"{row['seq_len']:,}", pattern, f"{row['blocks_per_row']:.1f}"
-        rates = (f"{each:.0f}" for each in (before, rate, any_rate))
-        over = [f"{rate / each:.2f}" for each in (before, any_rate)]
-        most = max((own["sustained_tflops"] for own in others), default=None)
-        lines.append([*facts, *rates, *over, f"{rate / most:.2f}" if most else ""])
+        most = max((row["sustained_tflops"] for row in others), default=None)
+        if most:
+            over_fastest[is_planned].append([rate / most for rate in rates])
+        facts = f"{found[0]['seq_len']:,}", pattern, f"{found[0]['blocks_per_row']:.1f}"
+        default, planned, any_order = rates
+        line = [f"{default:.0f}", f"{planned:.0f}", f"{any_order:.0f}"]
+        line += [f"{planned / default:.2f}", f"{planned / any_order:.2f}"]
+        line += [f"{planned / most:.2f}" if most else ""]
+        if not is_planned:
+            line = [line[0], "", line[2], "", "", ""]
+        lines.append([*facts, *line])
     head = ["tokens", "mask", "blocks in a row", "default", "planned", "any order"]
     head += ["planned over default", "over any order", "over the fastest baseline"]
-    return table(head, lines)
+    return paragraphs([_summary_of_order(over_fastest), table(head, lines)])
+
+
+def has_planned_order(row: dict) -> bool:
+    """Whether a call with planned_order=True has a planned order, as select.why_not_planned."""
+    rows = row["batch"] * row["heads"] * -(-row["seq_len"] // row["block_size"])
+    few = row["blocks_per_row"] < MIN_PLANNED_BLOCKS["H200"]
+    return not few and round(row["blocks_per_row"] * rows) <= MAX_ORDINALS
+
+
+def _summary_of_order(over_fastest: dict[bool, list[list[float]]]) -> str:
+    """Rates of the modes over the fastest baseline, of masks with a planned order and of others.
+
+    Args:
+        over_fastest: By whether the order is planned, (default, planned, any order) of each mask.
+    """
+    names = {True: "planned order", False: "default kernels"}
+    lines = []
+    for is_planned, of_masks in over_fastest.items():
+        if not of_masks:
+            continue
+        cells = [
+            f"{min(values):.2f}, {median(values):.2f}, {max(values):.2f}; "
+            f"{sum(value < 1 for value in values)} of {len(values)}"
+            for values in zip(*of_masks, strict=True)
+        ]
+        if not is_planned:
+            cells[1] = ""
+        lines.append([names[is_planned], *cells])
+    head = ["with `planned_order=True`", "default", "planned", "any order"]
+    if not lines:
+        return ""
+    what = "The rate over that of the fastest baseline: minimum, median, maximum; masks below 1."
+    return f"{what}\n\n{table(head, lines)}"
 
 
 def sizes_and_masks(rows: Rows) -> Iterator[tuple[Rows, str]]:

@@ -54,7 +54,12 @@ from records import (
 
 from experiments.markdown import table, update, written
 from experiments.record import is_ours
-from sparseflash.backends.hopper.configs import MAX_ORDINALS, MIN_PLANNED_BLOCKS
+from sparseflash.backends.hopper.configs import (
+    MAX_DQ_WARPGROUP_DIMS,
+    MAX_ORDINALS,
+    MIN_FUSED_BLOCKS,
+    MIN_PLANNED_BLOCKS,
+)
 from sparseflash.gap import LARGE
 
 PAGE, README = ROOT / "docs/performance.md", ROOT / "README.md"
@@ -331,12 +336,14 @@ HOST_TIME = (
     "the bottleneck. *Launches* is the time of the bare kernel launches."
 )
 PLANNED_ORDER = (
-    "The backward pass of heads of 64 dims in useful TFLOP/s under continuous load; more is "
-    "better. By default two kernels give the same bits in every run. With `planned_order=True` "
-    "one kernel does, which adds the parts of dQ in an order that is planned for each mask. Masks "
-    f"with fewer than {MIN_PLANNED_BLOCKS['H200']:g} blocks in a row of keys, or more than "
-    f"{MAX_ORDINALS:,} blocks in all heads, have the default kernels. With "
-    "`deterministic=False` one kernel adds the parts in any order, as the baselines do."
+    f"The backward pass of heads of {MAX_DQ_WARPGROUP_DIMS} dims in useful TFLOP/s under "
+    "continuous load; more is better. By default two kernels give the same bits in every run. "
+    "With `planned_order=True` one kernel does, which adds the parts of dQ in an order that is "
+    f"planned for each mask. Masks with fewer than {MIN_PLANNED_BLOCKS['H200']:g} blocks in a row "
+    f"of keys, or more than {MAX_ORDINALS:,} blocks in all heads, have the default kernels: their "
+    "cells are empty. So do heads of more dims, which are left out. With `deterministic=False` "
+    "one kernel adds the parts in any order, as the baselines do, if a row of keys has at least "
+    f"{MIN_FUSED_BLOCKS['H200'][MAX_DQ_WARPGROUP_DIMS]:g} blocks."
 )
 SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
     (
@@ -377,7 +384,7 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict], str]], ...] = (
     (
         "bench-sparse-planned",
         "Gradients in a planned order: block-sparse masks",
-        "The same for block-sparse masks.",
+        "The same for the block-sparse masks of [another section](#block-sparse-masks).",
         planned_order,
     ),
     (

@@ -393,6 +393,7 @@ def test_a_planned_order_is_compared_where_the_kernel_of_64_dims_was_measured(
     times = {  # under continuous load, of the modes and of baselines
         "full": (8.0, 5.0, 4.0, 10.0, 6.0),
         "causal": (8.0, 5.0, 4.0),
+        "band": (8.0, 8.2, 4.0, 10.0, 6.0),
     }
     rows = [
         replace(FULL, implementation=name, pattern=pattern, direction=direction, sustained_ms=ms)
@@ -402,6 +403,8 @@ def test_a_planned_order_is_compared_where_the_kernel_of_64_dims_was_measured(
     ]
     rows += [replace(row, pattern="random") for row in rows if row.implementation != planned]
     rows = [replace(row, **SIZE) for row in rows]
+    few = {"blocks_per_row": 11.9}  # so few that the default kernels run
+    rows = [replace(row, **(few if row.pattern == "band" else {})) for row in rows]
     save(tmp_path, "bench-dense-planned", H200, rows)
     assert "\n## Gradients in a planned order: full and causal masks\n" in performance.page()
     planned_order = sys.modules["baselines"].planned_order
@@ -409,11 +412,36 @@ def test_a_planned_order_is_compared_where_the_kernel_of_64_dims_was_measured(
     rows += [replace(row, head_dim=64) for row in rows]
     save(tmp_path, "bench-dense-planned", H200, rows, size={})
     lines = planned_order(performance.load("bench-dense-planned")).splitlines()
-    rates = " | ".join(f"{2.5 * 4 * 64 * 2 * 16 * 16384**2 / (ms * 1e9):.0f}" for ms in (8, 5, 4))
-    assert lines[2:] == [
-        f"| 16,384 | full | 16.0 | {rates} | 1.60 | 0.80 | 1.20 |",
-        f"| 16,384 | causal | 16.0 | {rates} | 1.60 | 0.80 |  |",
+    default, planned, any_order = (f"{r}, {r}, {r}" for r in ("0.75", "1.20", "1.50"))
+    assert lines[4:6] == [
+        f"| planned order | {default}; 1 of 1 | {planned}; 0 of 1 | {any_order}; 0 of 1 |",
+        f"| default kernels | {default}; 1 of 1 |  | {any_order}; 0 of 1 |",
     ]
+    default, planned, any_order = (
+        f"{2.5 * 4 * 64 * 2 * 16 * 16384**2 / (ms * 1e9):.0f}" for ms in (8, 5, 4)
+    )
+    assert lines[9:] == [
+        f"| 16,384 | full | 16.0 | {default} | {planned} | {any_order} | 1.60 | 0.80 | 1.20 |",
+        f"| 16,384 | causal | 16.0 | {default} | {planned} | {any_order} | 1.60 | 0.80 |  |",
+        f"| 16,384 | band | 11.9 | {default} |  | {any_order} |  |  |  |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "batch", "expected"),
+    [(12, 1, True), (11.9, 1, False), (256, 8, True), (256, 9, False)],
+)
+def test_an_order_is_planned_for_many_blocks_in_a_row_and_not_too_many_in_all(
+    performance, blocks, batch, expected
+):
+    row = {
+        "batch": batch,
+        "heads": 4,
+        "seq_len": 16_380,
+        "block_size": 128,
+        "blocks_per_row": blocks,
+    }
+    assert sys.modules["baselines"].has_planned_order(row) is expected
 
 
 def test_what_binds_has_the_figures_of_the_counters(performance):
