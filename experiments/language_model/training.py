@@ -25,6 +25,7 @@ from experiments.lra.exported import EVALUATION_SECONDS
 from experiments.lra.learner import OptimizerConfig, read_checkpoint, schedule_of
 from experiments.module import TrainingModule
 from experiments.pieces import export, restore
+from experiments.pinning import pinned
 from masks._parse import names_file
 
 STRETCH = 65_536  # consecutive tokens that validation reads, in sequences of the context
@@ -165,7 +166,8 @@ class BookData(L.LightningDataModule):
         assert self.trainer is not None
         sequences = Sequences(self.splits["train"], self.settings, self.trainer.global_step)
         # A copy from memory that is not pinned would wait for the device.
-        return DataLoader(sequences, batch_size=None, pin_memory=torch.cuda.is_available())
+        pin = pinned if torch.cuda.is_available() else None
+        return DataLoader(sequences, batch_size=None, collate_fn=pin)
 
     def val_dataloader(self) -> DataLoader:
         return self._stretches("validation")

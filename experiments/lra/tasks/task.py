@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from experiments.lra.tasks.hashing import split_by_hash
+from experiments.pinning import pinned
 
 SPLITS = ("train", "validation", "test")
 BYTES = 257  # size of the vocabulary of text: padding, and all bytes
@@ -96,6 +97,12 @@ class Batch(NamedTuple):
         """The arguments of a model."""
         return (self.ids,) if self.lengths is None else (self.ids, self.lengths)
 
+    def pin_memory(self) -> "Batch":
+        """A copy in pinned memory, which a DataLoader with `pin_memory` asks for."""
+        lengths = None if self.lengths is None else pinned(self.lengths)
+        traces = None if self.traces is None else pinned(self.traces)
+        return Batch(pinned(self.ids), lengths, pinned(self.labels), traces)
+
 
 class MissingData(FileNotFoundError):
     """A published file does not exist.
@@ -127,7 +134,7 @@ def collate(shape: Shape, samples: Sequence[Sample] | Batch) -> Batch:
         torch.from_numpy(ids),
         None if unpadded else torch.from_numpy(lengths),
         labels,
-        torch.from_numpy(np.stack(traces)).long() if traces else None,
+        torch.from_numpy(np.stack(traces).astype(np.int64)) if traces else None,
     )
 
 

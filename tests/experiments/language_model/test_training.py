@@ -25,6 +25,7 @@ from experiments.language_model.training import (
     train,
 )
 from tests.experiments.language_model.test_books import write_books
+from tests.helpers import threads
 from tests.helpers.lightning import TRAINS
 
 pytestmark = TRAINS
@@ -212,6 +213,18 @@ def test_every_context_is_validated_on_the_same_bytes():
         read.append(torch.cat(list(BookData(books, settings).val_dataloader())).flatten())
     assert len(read[0]) == 3 * 65_536
     assert torch.equal(read[0], read[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux does")
+def test_batches_of_training_take_one_thread(is_pinned, monkeypatch):
+    content = np.random.default_rng(0).integers(1, 256, 70_000).astype(np.uint8)
+    # Torch splits operations on 32,768 elements or more.
+    data = BookData(Books(dict.fromkeys(SPLITS, content), {}), settings_of(step_tokens=65_536))
+    data.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    batches = iter(data.train_dataloader())
+    assert is_pinned(next(batches))
+    assert threads.started_by(lambda: next(batches)) == 0
 
 
 def test_bits_per_byte_are_those_of_the_logits():
