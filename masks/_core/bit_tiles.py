@@ -56,15 +56,6 @@ def _viewable(tensor: Tensor) -> Tensor:
     return (flat.clone() if flat.storage_offset() % 8 else flat).view(tensor.shape)
 
 
-def inbounds_tile(
-    block_size: tuple[int, int], inside: tuple[int, int], device: torch.device
-) -> Tensor:
-    """The tile in which the first `inside` = (rows, columns) pairs are set."""
-    pairs = torch.zeros(block_size, dtype=torch.bool, device=device)
-    pairs[: inside[0], : inside[1]] = True
-    return pack(pairs)
-
-
 def deduplicate(rows: Tensor) -> tuple[Tensor, Tensor]:
     """(unique, inverse) of the rows of int32 (n, ...), with unique[inverse] equal to `rows`.
 

@@ -142,9 +142,10 @@ class Grid:
         keys = self.k_len - (self.nk - 1) * self.bk
         queries = self.q_len - (self.nq - 1) * self.bq
         sides = [(self.bq, self.bk), (self.bq, keys), (queries, self.bk), (queries, keys)]
-        tiles = torch.stack(
-            [bit_tiles.inbounds_tile(self.block_size, s, self.device) for s in sides]
-        )
+        pairs = torch.zeros(4, *self.block_size, dtype=torch.bool, device=self.device)
+        for tile, (rows, columns) in zip(pairs, sides, strict=True):
+            tile[:rows, :columns] = True
+        tiles = bit_tiles.pack(pairs)
         if not is_captured(self.device):
             self.__dict__["_inbounds_tiles"] = tiles
         return tiles
