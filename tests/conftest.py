@@ -147,6 +147,11 @@ def compiler():
 one_rank, two_ranks, four_ranks = map(ranks_of, (1, 2, 4))
 
 
+@pytest.fixture(params=["two_ranks", "four_ranks"], ids=["2 ranks", "4 ranks"])
+def ranks(request) -> Ranks:
+    return request.getfixturevalue(request.param)
+
+
 @pytest.fixture(autouse=True)
 def seed() -> int:
     """Seeds torch before every test, and says with what."""

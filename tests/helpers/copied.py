@@ -17,6 +17,7 @@ from sparseflash.distributed import Copies, attention, copies
 from sparseflash.distributed.copies import Launched, SharedMemory
 from sparseflash.distributed.prepare import Prepared
 
+ONE_RANK = mock.Mock(rank=lambda: 0, size=lambda: 1)
 LATE = 0.01  # seconds by which the copies of every second rank begin later
 
 
@@ -56,6 +57,23 @@ def copies_of_files() -> Iterator[None]:
         mock.patch.object(copies, "refusal", return_value=None),
         mock.patch.object(copies, "SharedMemory", FileMemory),
     ):
+        yield
+
+
+def copies_of(group: ProcessGroup, device: torch.device) -> Copies:
+    """Copies of ranks that are not asked."""
+    with (
+        mock.patch.object(copies, "group_or_world", return_value=group),
+        mock.patch.object(copies, "refusal", return_value=None),
+        mock.patch.object(copies, "_of_all_ranks", return_value=["0"]),
+    ):
+        return Copies(group, device)
+
+
+@contextmanager
+def captured() -> Iterator[None]:
+    """A context in which passes are captured in a CUDA graph, as far as copies know."""
+    with mock.patch.object(copies, "is_captured", return_value=True):
         yield
 
 

@@ -34,13 +34,6 @@ IN_PLACE = (
 )
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
-def ranks(request, tmp_path_factory):
-    started = Ranks(request.param, tmp_path_factory.mktemp("ranks") / "meeting")
-    yield started
-    started.close()
-
-
 def check_exact(answers, within=EXACT):
     for answer in answers:
         assert isinstance(answer, dict), answer

@@ -1,7 +1,7 @@
 """Exchanges by copies: with files in place of the memory of GPUs, against one process."""
 
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -22,18 +22,9 @@ from sparseflash.distributed.copies import Location, SharedMemory
 from sparseflash.distributed.exchange import Splits
 from tests.helpers import context_gradients as gradients
 from tests.helpers import context_parallel as cases
-from tests.helpers.copied import copies_of_files, with_copies
-from tests.helpers.ranks import Ranks
+from tests.helpers.copied import ONE_RANK, captured, copies_of, copies_of_files, with_copies
 
 EXACT = 1e-12
-ONE_RANK = mock.Mock(rank=lambda: 0, size=lambda: 1)
-
-
-@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
-def ranks(request, tmp_path_factory):
-    started = Ranks(request.param, tmp_path_factory.mktemp("ranks") / "meeting")
-    yield started
-    started.close()
 
 
 def check_exact(answers):
@@ -330,161 +321,6 @@ def test_symmetric_memory_of_another_backend_is_refused(monkeypatch):
     assert problem.startswith("rank 0: symmetric memory of torch has the backend NVSHMEM, and")
 
 
-def copies_of(group: dist.ProcessGroup, device: torch.device) -> Copies:
-    """Copies of ranks that are not asked."""
-    with (
-        mock.patch.object(copies, "group_or_world", return_value=group),
-        mock.patch.object(copies, "refusal", return_value=None),
-        mock.patch.object(copies, "_of_all_ranks", return_value=["0"]),
-    ):
-        return Copies(group, device)
-
-
-@contextmanager
-def captured():
-    """A context in which passes are captured in a CUDA graph, as far as copies know."""
-    with mock.patch.object(copies, "is_captured", return_value=True):
-        yield
-
-
-def captured_passes(rank: int, mask: str, options: dict) -> list[bool]:
-    """Whether captured passes equal the same passes before, and properties of buffers.
-
-    options: of the plan
-    """
-    pattern = {"butterfly": masks.butterfly(), "causal": masks.causal()}[mask]
-    plan = make_plan(pattern(256, 16), dist.get_world_size(), **options)
-    own = torch.randn(3, 1, 4, len(plan.positions(rank)), 16).double().requires_grad_()
-
-    def both(transport: Copies) -> tuple[torch.Tensor, ...]:
-        out = context_parallel_attention(*own.unbind(), plan, transport=transport)
-        return out, *torch.autograd.grad(out.square().sum(), own)
-
-    with copies_of_files():
-        transport = Copies()
-        expected = both(transport)
-        held = transport.nbytes
-        with captured(), mock.patch.object(SharedMemory, "_allocated", side_effect=AssertionError):
-            found = [both(transport) for _ in range(3)]
-        taken_over = transport.nbytes == held
-        of_graphs = transport._of_captured[0]._buffers
-        both(transport)  # allocates others
-        apart = not any(x in of_graphs for x in transport.memory._buffers)
-    pairs = [pair for each in found for pair in zip(each, expected, strict=True)]
-    equal = all(torch.equal(*pair) for pair in pairs)  # not so if one has NaN of a free buffer
-    return [equal, taken_over, apart, len(of_graphs) > 0]
-
-
-UNEQUAL = {"split": "in place", "strategy": "zigzag", "shared_rows": (), "round_tokens": 32}
-
-
-@pytest.mark.parametrize(
-    ("mask", "options"),
-    [
-        ("butterfly", {}),
-        ("butterfly", {"round_tokens": 64}),
-        ("causal", UNEQUAL),  # exchanges of several sizes, of which four ranks have four buffers
-    ],
-)
-def test_captured_passes_keep_the_buffers_of_earlier_ones(ranks, mask, options):
-    for answer in ranks.run(captured_passes, mask, options):
-        assert answer == [True, True, True, True], answer
-
-
-def passes_that_begin(rank: int) -> int:
-    """How often both passes of a call say that a pass begins."""
-    plan = make_plan(masks.butterfly()(256, 16), dist.get_world_size())
-    own = torch.randn(3, 1, 2, len(plan.positions(rank)), 16).requires_grad_()
-    begin = Copies.begin_pass
-    with (
-        copies_of_files(),
-        mock.patch.object(Copies, "begin_pass", autospec=True, side_effect=begin) as called,
-    ):
-        context_parallel_attention(*own.unbind(), plan, transport=Copies()).sum().backward()
-    return called.call_count
-
-
-def test_each_pass_says_that_it_begins(two_ranks):
-    assert two_ranks.run(passes_that_begin) == [2, 2]
-
-
-def refused_in_a_graph(rank: int) -> str:
-    plan = make_plan(masks.causal()(64, 16), dist.get_world_size())
-    own = torch.randn(3, 1, 2, len(plan.positions(rank)), 16).unbind()
-    with copies_of_files():
-        transport = Copies()
-        context_parallel_attention(*own, plan)
-        with captured(), pytest.raises(RuntimeError, match="transport has no buffer") as error:
-            context_parallel_attention(*own, plan, transport=transport)
-    return str(error.value)
-
-
-def test_captured_passes_need_buffers_of_earlier_ones(ranks):
-    for answer in ranks.run(refused_in_a_graph):
-        assert "for a pass that is captured in a CUDA graph: each pass must run with" in answer
-
-
-@contextmanager
-def alone():
-    """A context with copies of one rank, whose buffers are memory of this process."""
-
-    def allocated(_, group: dist.ProcessGroup, nbytes: int) -> list[torch.Tensor]:
-        return [torch.empty(nbytes, dtype=torch.uint8)]
-
-    with (
-        mock.patch.object(copies.dist, "all_reduce"),
-        mock.patch.object(SharedMemory, "_allocated", allocated),
-    ):
-        yield copies_of(ONE_RANK, torch.device("cpu"))
-
-
-def test_a_captured_pass_begins_with_all_buffers_free():
-    """What was replayed before has read them last, and no barrier has followed."""
-    with alone() as transport:
-        eager = transport.memory
-        lent = eager.take(ONE_RANK, 100)
-        eager.release(lent)
-        with captured():
-            for _ in range(3):
-                transport.begin_pass()
-                taken = transport.memory.take(ONE_RANK, 100)
-                assert taken is lent
-                transport.memory.release(taken)
-        transport.begin_pass()  # it waits for nothing if nothing is captured
-        assert eager._barriers == 0
-
-
-def test_a_captured_pass_takes_over_the_smallest_buffer_that_is_large_enough():
-    """As an earlier pass chose: else a small exchange would have the only large buffer."""
-    with alone() as transport:
-        eager = transport.memory
-        large, small = (eager.take(ONE_RANK, nbytes) for nbytes in (9000, 5000))
-        for each in (large, small):
-            eager.release(each)
-        with captured():
-            for sizes, expected in (((9000,), [large]), ((5000, 9000), [small, large])):
-                transport.begin_pass()
-                assert [transport.memory.take(ONE_RANK, x) for x in sizes] == expected
-            barriers = transport.memory._barriers
-            transport.memory.release(small)
-            assert transport.memory.take(ONE_RANK, 5000) is small
-            assert transport.memory._barriers == barriers + 1  # which frees it
-        assert eager.nbytes == 0
-
-
-def test_a_capture_that_failed_keeps_no_buffer_in_use():
-    """The next one would need others, which no pass may have left."""
-    with alone() as transport:
-        lent = transport.memory.take(ONE_RANK, 100)
-        transport.memory.release(lent)
-        with captured():
-            for _ in range(2):
-                transport.begin_pass()
-                assert transport.memory.take(ONE_RANK, 100) is lent
-                transport.memory.copy([])
-                assert len(transport.memory._launched) == 1
-
-
 def test_each_stream_has_its_own_buffers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(copies, "SharedMemory", lambda *_: mock.Mock())
@@ -539,26 +375,6 @@ def freed_with_the_copies(rank: int) -> list[bool]:
 def test_a_plan_does_not_keep_the_buffers_of_copies(ranks):
     for answer in ranks.run(freed_with_the_copies):
         assert answer == [False, False, True, True], answer
-
-
-def freed_after_capture(rank: int) -> list[bool]:
-    """Whether `free` frees the buffers that captured passes took over."""
-    plan = make_plan(masks.causal()(64, 16), dist.get_world_size())
-    own = torch.ones(3, 1, 2, len(plan.positions(rank)), 16).unbind()
-    with copies_of_files():
-        transport = Copies()
-        context_parallel_attention(*own, plan, transport=transport)
-        buffers = [weakref.ref(each) for each in transport.memory._buffers]
-        with captured():
-            context_parallel_attention(*own, plan, transport=transport)
-        found = [transport._of_captured[0].nbytes > 0, all(each() for each in buffers)]
-        transport.free()
-    return [*found, transport.nbytes == 0, not any(each() for each in buffers)]
-
-
-def test_buffers_of_captured_passes_are_freed(ranks):
-    for answer in ranks.run(freed_after_capture):
-        assert answer == [True, True, True, True], answer
 
 
 def test_a_replaced_buffer_is_freed_before_its_successor_is_allocated():
