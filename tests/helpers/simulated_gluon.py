@@ -12,6 +12,7 @@ fence is not found.
 
 import threading
 from bisect import bisect_right
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -78,19 +79,20 @@ class Partitions:
         """Chooses the partition that runs next, of those that can continue; after a failure each
         of them, to end.
         """
-        waiting = sorted(self.waits)
-        after = bisect_right(waiting, _partition.number)
-        following = waiting[after:] + waiting[:after]
-        if ORDER:
-            following = waiting if ORDER is min else waiting[::-1]
-        ready = (number for number in following if self.failure or self.waits[number][0]())
-        chosen = next(ready, None)
-        if chosen is None and waiting:
+        following = sorted(self.waits)
+        if ORDER is max:
+            following.reverse()
+        elif ORDER is None:
+            after = bisect_right(following, _partition.number)
+            following = following[after:] + following[:after]
+        for number in following:
+            if self.failure or self.waits[number][0]():
+                self.turns[number].release()
+                return
+        if following:
             what = {number: what for number, (_, what) in self.waits.items()}
             self.failure = Failure(f"deadlock, partitions wait for {what}")
-            chosen = following[0]
-        if chosen is not None:
-            self.turns[chosen].release()
+            self.turns[following[0]].release()
 
 
 def _run(function, *arguments, **constants):
@@ -213,11 +215,12 @@ class TensorDescriptor:
 
     def window(self, start):
         """The part of the tensor that a tile covers, and the part of the tile that is inside."""
+        start = [int(s) for s in start]
         inside = [
-            max(0, min(n, full - int(s)))
+            max(0, min(n, full - s))
             for s, n, full in zip(start, self.block_type.shape, self.base.shape, strict=True)
         ]
-        part = tuple(slice(int(s), int(s) + n) for s, n in zip(start, inside, strict=True))
+        part = tuple(slice(s, s + n) for s, n in zip(start, inside, strict=True))
         return self.base[part], tuple(slice(0, n) for n in inside)
 
 
@@ -443,15 +446,12 @@ def _run_together(programs):
     partitions.join()
 
 
-class Kernel:
+class Kernel(partial):
     """A jitted function: called by another, or launched with a grid."""
 
     def __init__(self, function):
-        self.function, self.__name__ = function, function.__name__
+        self.__name__ = function.__name__
         self.arg_names = function.__code__.co_varnames[: function.__code__.co_argcount]
-
-    def __call__(self, *arguments, **constants):
-        return self.function(*arguments, **constants)
 
     def __getitem__(self, grid):
         def launch(
@@ -469,7 +469,7 @@ class Kernel:
             ]
             for program in programs:
                 _partition.program = program
-                _run(self.function, *arguments, **constants)
+                _run(self, *arguments, **constants)
                 if program.work and not launch_cooperative_grid:
                     _run_together([program])
             if launch_cooperative_grid:
