@@ -167,7 +167,7 @@ class BookData(L.LightningDataModule):
         sequences = Sequences(self.splits["train"], self.settings, self.trainer.global_step)
         # A copy from memory that is not pinned would wait for the device.
         pin = pinned if torch.cuda.is_available() else None
-        return DataLoader(sequences, batch_size=None, collate_fn=pin)
+        return DataLoader(sequences, batch_size=None, collate_fn=pin)  # pyright: ignore[reportArgumentType]
 
     def val_dataloader(self) -> DataLoader:
         return self._stretches("validation")
