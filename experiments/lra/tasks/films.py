@@ -15,6 +15,7 @@ from experiments.lra.tasks.hashing import below, seed_of, stream_of
 from experiments.lra.tasks.retrieval import Pairs, Retrieval
 from experiments.lra.tasks.store import check_hashes, write_hashes
 from experiments.lra.tasks.task import SPLITS, MissingData, Samples
+from experiments.lra.tasks.text import BUILD as BUILD_REVIEWS
 from experiments.lra.tasks.text import FOLDER as REVIEWS
 from experiments.lra.tasks.text import SENTIMENTS
 
@@ -22,7 +23,8 @@ FOLDER = "film_pairs"
 SIZES: Mapping[str, int] = dict(zip(SPLITS, (40_000, 4_000, 10_000), strict=True))
 HELD_OUT = 10  # one of so many films of the training set is in the validation set
 SPACES = bytes.maketrans(b"\t\n\r", b"   ")
-HOW = "make them with: python -m experiments.lra.data film-pairs"
+BUILD = "film-pairs"
+HOW = f"make them with: python -m experiments.lra.data {BUILD}"
 Review = Path
 # Film -> sentiment -> its reviews.
 Films = Mapping[str, Mapping[str, list[Review]]]
@@ -40,7 +42,7 @@ class FilmPairs(Retrieval):
 
     def splits(self, data_root: Path) -> Mapping[str, Samples]:
         folder = data_root / FOLDER
-        check_hashes(folder)
+        check_hashes(folder, BUILD)
         return {split: Pairs(folder / f"{split}.tsv", self.skip_corrupt, HOW) for split in SPLITS}
 
 
@@ -59,7 +61,7 @@ def write_film_pairs(data_root: Path, sizes: Mapping[str, int] = SIZES) -> Path:
         ValueError: A review has no film.
     """
     reviews = data_root / REVIEWS
-    check_hashes(reviews)
+    check_hashes(reviews, BUILD_REVIEWS)
     train, test = (read_films(reviews / part) for part in ("train", "test"))
     held_out = {film for film in train if int(stream_of("held out", film)) % HELD_OUT == 0}
     films: dict[str, Films] = {
@@ -81,7 +83,7 @@ def write_film_pairs(data_root: Path, sizes: Mapping[str, int] = SIZES) -> Path:
 
 
 def read_films(folder: Path) -> dict[str, dict[str, list[Review]]]:
-    """The reviews of a folder of aclImdb, by film and sentiment.
+    """The reviews of a part of aclImdb, by film and sentiment.
 
     Line n of urls_<sentiment>.txt is the address of the film of review n.
     """
@@ -89,7 +91,9 @@ def read_films(folder: Path) -> dict[str, dict[str, list[Review]]]:
     for sentiment in SENTIMENTS:
         path = folder / f"urls_{sentiment}.txt"
         if not path.exists():
-            raise MissingData(path, "it is part of aclImdb_v1.tar.gz")
+            raise MissingData(
+                path, f"build it with python -m experiments.lra.data {BUILD_REVIEWS}"
+            )
         urls = path.read_text().split()
         for review in sorted((folder / sentiment).glob("*.txt")):
             number = int(review.stem.split("_")[0])

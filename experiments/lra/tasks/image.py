@@ -18,6 +18,7 @@ from experiments.lra.tasks.task import (
 )
 
 FOLDER = "cifar-10-batches-py"
+BUILD = "cifar ARCHIVE"
 SIDE = 32
 LUMA = np.array([0.2989, 0.5870, 0.1140])
 TRAIN_FILES = tuple(f"data_batch_{n}" for n in range(1, 6))
@@ -38,7 +39,7 @@ class ImageTask(Task):
 
     def splits(self, data_root: Path) -> Mapping[str, Samples]:
         folder = data_root / FOLDER
-        check_hashes(folder)
+        check_hashes(folder, BUILD)
         train, test = grey_images(folder, TRAIN_FILES), grey_images(folder, ("test_batch",))
         return dict(zip(SPLITS, (*split_off_tenth(train, "image"), test), strict=True))
 
@@ -57,7 +58,7 @@ def read_batch(path: Path) -> tuple[np.ndarray, list[int]]:
         ValueError: The file is not a batch of CIFAR-10.
     """
     if not path.exists():
-        raise MissingData(path, "make it with: python -m experiments.lra.data cifar ARCHIVE")
+        raise MissingData(path, f"make it with: python -m experiments.lra.data {BUILD}")
     colours, labels = load_batch(path)
     grey = np.einsum("ncp,c->np", colours.reshape(-1, 3, SIDE * SIDE), LUMA)
     return np.round(grey).astype(np.uint8), labels

@@ -25,7 +25,6 @@ MANIFEST = "manifest.json"
 HASHES = "sha256.json"
 UNFINISHED = ".unfinished-"  # with which the name of a draft begins
 ABANDONED = 24 * 3600  # seconds after which the process that wrote a draft is taken to have ended
-REBUILD = "move the folder away and build it with python -m experiments.lra.data"
 
 
 def stored(folder: Path, facts: dict, generate: Callable[[Allocate], None]) -> Arrays:
@@ -87,31 +86,36 @@ def write_hashes(folder: Path, patterns: Sequence[str]) -> None:
     write_json(folder / HASHES, {"patterns": list(patterns), "sha256": hashes})
 
 
-def check_hashes(folder: Path) -> None:
+def check_hashes(folder: Path, build: str) -> None:
     """Checks that the files of a folder are those that were built.
 
     A folder without HASHES was not built by this package and is not checked.
+
+    Args:
+        folder: The folder.
+        build: The arguments of `python -m experiments.lra.data` that build it, for the message.
 
     Raises:
         ValueError: A file is missing, new or changed; the message names it.
     """
     if not (folder / HASHES).exists():
         return
+    rebuild = f"move {folder} away and build it with python -m experiments.lra.data {build}"
     try:
         facts = json.loads((folder / HASHES).read_text())
         patterns, known = facts["patterns"], facts["sha256"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{folder / HASHES} cannot be read: {error}; {REBUILD}") from error
+        raise ValueError(f"{folder / HASHES} cannot be read: {error}; {rebuild}") from error
     files = _matching(folder, patterns)
     names = {str(path.relative_to(folder)) for path in files}
     for what, which in (("is missing", known.keys() - names), ("is new", names - known.keys())):
         if which:
-            raise ValueError(f"{folder / min(which)} {what} since it was built; {REBUILD}")
+            raise ValueError(f"{folder / min(which)} {what} since it was built; {rebuild}")
 
     def verify_files() -> None:
         for path in files:
             if _sha256(path) != known[str(path.relative_to(folder))]:
-                raise ValueError(f"{path} is not what was built; {REBUILD}")
+                raise ValueError(f"{path} is not what was built; {rebuild}")
 
     _once(folder, files, verify_files)
 

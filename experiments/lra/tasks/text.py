@@ -16,6 +16,7 @@ from experiments.lra.tasks.task import (
 )
 
 FOLDER = "aclImdb"
+BUILD = "imdb ARCHIVE (for film pairs ARCHIVE, or that of --films, must have urls_*.txt)"
 SENTIMENTS = ("neg", "pos")
 LENGTH = 4096  # bytes of a review that are read in the task of the arena
 
@@ -43,7 +44,7 @@ class Text(Task):
 
     def splits(self, data_root: Path) -> Mapping[str, Samples]:
         folder = data_root / FOLDER
-        check_hashes(folder)
+        check_hashes(folder, BUILD)
         train, test = (Reviews(folder / part) for part in ("train", "test"))
         if self.validate_on_test:
             return {"train": train, "validation": test, "test": test}

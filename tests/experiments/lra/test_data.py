@@ -1,6 +1,7 @@
 import hashlib
 import json
 import pickle
+import shutil
 import tarfile
 
 import numpy as np
@@ -17,9 +18,9 @@ def run(*arguments):
     return CliRunner().invoke(data.app, [str(argument) for argument in arguments])
 
 
-def told(done):
-    """What an error says, without the frame around it."""
-    assert done.exit_code == 2, done.output
+def told(done, status=2):
+    """What a command says, without the frame around an error."""
+    assert done.exit_code == status, done.output
     return " ".join(done.output.replace("│", " ").split())
 
 
@@ -85,7 +86,9 @@ def test_reviews_that_change_later_are_found(tmp_path, reviews):
     one, other = (root / "aclImdb/train" / name for name in ("neg/0_7.txt", "pos/1_7.txt"))
     text = one.read_text()
     one.write_text(other.read_text())
-    with pytest.raises(ValueError, match=r"neg/0_7\.txt is not what was built; move the folder"):
+    with pytest.raises(
+        ValueError, match=r"neg/0_7\.txt is not what was built; move .*aclImdb away"
+    ):
         Text().splits(root)
     one.write_text(text)
     assert len(Text(validate_on_test=True).splits(root)["train"]) == 4
@@ -219,4 +222,27 @@ class TestFilmPairs:
         with pytest.raises(MissingData, match=r"experiments\.lra\.data film-pairs"):
             FilmPairs().splits(tmp_path)
         said = told(run("film-pairs", "--data-root", tmp_path))
-        assert "urls_neg.txt is missing: it is part of aclImdb_v1.tar.gz" in said
+        assert "urls_neg.txt is missing: build it with python -m" in said
+        assert "experiments.lra.data imdb ARCHIVE (for film pairs" in said
+
+
+def test_lists_of_films_that_are_added_later_say_to_build_with_them(tmp_path, reviews):
+    lists, root = tmp_path / "lists" / "aclImdb", tmp_path / "data"
+    for path in list(reviews.glob("*/urls_*.txt")):
+        (lists / path.parent.name).mkdir(parents=True, exist_ok=True)
+        path.rename(lists / path.parent.name / path.name)
+    archive = packed(tmp_path / "a.tgz", reviews)
+    done = run("imdb", archive, "--data-root", root)
+    assert "without urls_*.txt, which film-pairs needs: see --films" in told(done, 0)
+    said = told(run("film-pairs", "--data-root", root))
+    assert "urls_neg.txt is missing" in said
+    assert "ARCHIVE, or that of --films, must have urls_*.txt" in said
+    shutil.copytree(lists, root / "aclImdb", dirs_exist_ok=True)
+    said = told(run("film-pairs", "--data-root", root))
+    assert "urls_neg.txt is new since it was built; move" in said
+    assert "ARCHIVE, or that of --films, must have urls_*.txt" in said
+    (root / "aclImdb").rename(root / "moved")
+    both = ("imdb", archive, "--films", packed(tmp_path / "b.tgz", lists))
+    done = run(*both, "--data-root", root)
+    assert "urls" not in told(done, 0)
+    assert films.read_films(root / "aclImdb/train").keys() == {"film1", "film2"}
