@@ -283,15 +283,15 @@ def heads_per_group_of(
     Args:
         spec: Spec of the call.
         rows: Block lists that the kernel reads.
-        num_bh: Batch elements times heads.
+        num_bh: Batch elements times heads; 0 if there is no batch element.
         ctas: CTAs that run at the same time.
         dq_bytes: As in KernelConfig.
         by_key: Whether the rows are of keys.
 
     Returns:
-        Heads, 1 to num_bh.
+        Heads, 1 to num_bh, or 1 if there are none.
     """
-    if rows.imbalance <= configs.MIN_DYNAMIC_IMBALANCE:
+    if num_bh == 0 or rows.imbalance <= configs.MIN_DYNAMIC_IMBALANCE:
         return 1
     both_dims = spec.head_dim + spec.value_dim
     token_bytes = both_dims * spec.dtype.itemsize + spec.head_dim * dq_bytes

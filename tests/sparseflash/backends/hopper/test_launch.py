@@ -142,6 +142,15 @@ def test_a_last_group_of_fewer_heads_and_rows_taken_ahead_count(
     assert launch.heads_per_group_of(spec, rows, num_bh, ctas=132) == heads_per_group
 
 
+@pytest.mark.parametrize("pattern", [masks.full(), masks.causal()])
+def test_a_batch_without_elements_has_no_work_tile(pattern):
+    rows = pattern(1024, block_size=128).table().by_query
+    spec = replace(SPEC, batch=0)
+    sizes, grid = launch.sizes_and_grid(spec, rows, SPEC.heads, KernelConfig(1, {}))
+    assert sizes[-2:] == (0, 1)
+    assert grid == (0, 1, 1)
+
+
 @pytest.mark.parametrize(
     ("seq_len", "num_bh", "of_queries", "of_keys"),
     [
