@@ -94,7 +94,7 @@ class Best(ModelCheckpoint):
         super().__init__(filename="best", monitor=monitor, mode=mode, enable_version_counter=False)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Weights that are not finite give the same class for each sample, which can be better
+        # Logits that are not numbers give the same class for each sample, which can be better
         # than the accuracy of the first steps.
         if isfinite(validation_loss(trainer)):
             super().on_validation_end(trainer, pl_module)
@@ -198,8 +198,8 @@ class StuckAtChance(Callback):
 class Diverged(Callback):
     """Ends a run whose validation loss is not a finite number.
 
-    Its weights are not finite then, and stay so. The best checkpoint is tested, as at the normal
-    end.
+    Its weights are not finite then, or its activations overflow in half precision. The best
+    checkpoint is tested, as at the normal end; nothing is if there is none.
     """
 
     def __init__(self):
@@ -213,12 +213,6 @@ class Diverged(Callback):
             rank_zero_info(
                 f"The validation loss of step {trainer.global_step} is not finite: the run ends."
             )
-
-    def state_dict(self) -> dict:
-        return {"diverged": self.diverged}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        self.diverged = state_dict["diverged"]
 
 
 class Deadline(Checkpoint):
@@ -299,6 +293,11 @@ def validation_loss(trainer: L.Trainer) -> float:
     return float(next(measured[name] for name in names if name in measured))
 
 
+def finite_or_none(value: float) -> float | None:
+    """The value; None if it is not finite, because JSON has no such number."""
+    return value if isfinite(value) else None
+
+
 def ends_step(trainer: L.Trainer, batch_idx: int) -> bool:
     """Whether a batch is the last one of a step; a checkpoint has no gradients."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
@@ -319,8 +318,8 @@ def folder_of(trainer: L.Trainer) -> Path:
 class Curve(Callback):
     """Writes [step, accuracy, loss] of every validation to curve.json, also if a run is killed.
 
-    In pre-training it writes [step, loss of hidden tokens]. A value that is not finite is None,
-    because JSON has no such number. It also measures how long a run takes.
+    In pre-training it writes [step, loss of hidden tokens]. A value that is not finite is None.
+    It also measures how long a run takes.
     """
 
     def __init__(self):
@@ -349,9 +348,8 @@ class Curve(Callback):
             measured = trainer.callback_metrics
             names = ("validation/accuracy", "validation/loss")
             names = ("validation/pixels",) if pl_module.pre_trains else names
-            values = [float(measured[name]) for name in names]
-            finite = [value if isfinite(value) else None for value in values]
-            self.points.append([trainer.global_step, *finite])
+            values = [finite_or_none(float(measured[name])) for name in names]
+            self.points.append([trainer.global_step, *values])
             folder = folder_of(trainer)
             if trainer.is_global_zero:
                 write_json(folder / "curve.json", self.points)

@@ -25,6 +25,7 @@ from experiments.lra.callbacks import (
     Interruption,
     StepBar,
     StuckAtChance,
+    finite_or_none,
     folder_of,
 )
 from experiments.lra.causal import moved_discs
@@ -156,8 +157,11 @@ class ArenaCLI(LightningCLI):
         best = getattr(checkpoint, "best_model_path", "") or None
         # Testing reads the best checkpoint, which has the state of the run when it was saved.
         run = self._run()
-        run["tested_step"] = read_checkpoint(Path(best))["global_step"] if best else run["steps"]
-        if not run["stuck"]:
+        if best:
+            run["tested_step"] = read_checkpoint(Path(best))["global_step"]
+        elif not run["diverged"]:  # else the only weights are those that diverged
+            run["tested_step"] = run["steps"]
+        if not run["stuck"] and "tested_step" in run:
             self.trainer.test(
                 self.model, datamodule=self.datamodule, ckpt_path=best, weights_only=True
             )
@@ -178,9 +182,10 @@ class ArenaCLI(LightningCLI):
     def after_test(self) -> None:
         self._report({"stuck": False, "steps": self.trainer.global_step})
 
-    def _moved_discs(self, run: dict) -> dict[str, float]:
+    def _moved_discs(self) -> dict[str, float]:
         task = self.datamodule.task
-        if run["stuck"] or not isinstance(task, Pathfinder):
+        tested = "test/accuracy" in self.trainer.callback_metrics
+        if not (tested and isinstance(task, Pathfinder)):
             return {}
         # The trainer has taken the model off its device.
         classifier = self.model.classifier.to(self.trainer.strategy.root_device)
@@ -196,7 +201,7 @@ class ArenaCLI(LightningCLI):
             return
         result = self._result(run)
         write_json(path, result)  # so that a run that is killed from here on has been tested
-        result["moved discs"] = self._moved_discs(run)
+        result["moved discs"] = self._moved_discs()
         write_json(path, result)
         show(result)
 
@@ -215,7 +220,10 @@ class ArenaCLI(LightningCLI):
             "batch_size": self.datamodule.batch_size,
             "accumulate_grad_batches": self.trainer.accumulate_grad_batches,
             **run,
-            **{name: float(value) for name, value in self.trainer.callback_metrics.items()},
+            **{
+                name: finite_or_none(float(value))
+                for name, value in self.trainer.callback_metrics.items()
+            },
             "floors": floors(task),
             "environment": environment(self.trainer.strategy.root_device),
         }
@@ -228,6 +236,8 @@ def show(result: dict) -> None:
         return
     if result.get("diverged"):
         Console().print(f"{result['task']}: diverged before step {result['steps']}")
+    if "test/accuracy" not in result:  # it diverged before its first checkpoint
+        return
     accuracy, error = result["test/accuracy"], result["test/standard_error"]
     table = Table("", "%", "accuracy is above by", title=f"{result['task']}, test")
     table.add_row("accuracy", f"{100 * accuracy:.2f} ± {100 * error:.2f}", "")

@@ -27,6 +27,8 @@ SMALL_RUN = """fit --preset nystromformer/image --data.task Synthetic --data.tas
     --data.task.size 8 --data.batch_size 4 --trainer.max_steps 3 --trainer.val_check_interval 3
     --trainer.precision 32-true --trainer.accelerator cpu --model.optimizer.warmup_steps 1
     --model.encoder.dropout 0 --model.encoder.attention_dropout 0"""
+PRE_TRAINING = """ --model.objective.labels 0 --model.objective.pixels 1
+    --model.encoder.mask_black false"""
 
 
 def test_what_was_tested_outlives_a_kill_during_moved_discs(tmp_path, monkeypatch):
@@ -133,6 +135,34 @@ def test_a_run_without_a_bar_shows_none(tmp_path, monkeypatch, capsys):
     command.main()
     assert len(list(tmp_path.rglob("result.json"))) == 1
     assert "it/s" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of how Lightning calls jsonargparse
+@pytest.mark.parametrize(
+    ("at", "objective", "tested_step"), [(4, "", 3), (1, "", None), (1, PRE_TRAINING, None)]
+)
+def test_weights_of_a_run_that_diverged_are_not_tested(
+    at, objective, tested_step, tmp_path, monkeypatch, capsys
+):
+    def destroy(self, batch, batch_idx):
+        if self.trainer.global_step == at:
+            with torch.no_grad():
+                next(self.parameters()).fill_(torch.nan)
+
+    monkeypatch.setattr(Learner, "on_train_batch_start", destroy)
+    monkeypatch.chdir(tmp_path)
+    arguments = SMALL_RUN.replace("max_steps 3", "max_steps 12") + objective
+    monkeypatch.setattr(sys, "argv", ["lra", *arguments.split()])
+    command.main()
+    (path,) = tmp_path.rglob("result.json")
+    result = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert (result["diverged"], result["ended"]) == (True, True)
+    assert result["steps"] == (6 if tested_step else 3)
+    assert result.get("tested_step") == tested_step
+    assert ("test/accuracy" in result) == (tested_step is not None)
+    if not objective:
+        told = f"synthetic image: diverged before step {result['steps']}"
+        assert told in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of how Lightning calls jsonargparse
