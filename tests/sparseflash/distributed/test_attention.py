@@ -87,7 +87,7 @@ def test_rows_in_place(ranks, strategy, shared):
 @pytest.mark.parametrize("shared", [(), (0, 6, 12)], ids=["no shared rows", "shared rows"])
 def test_rows_in_place_in_groups_of_heads(ranks, strategy, shared):
     """There are two key heads. The LSE of a group is contiguous if there is one batch element;
-    calls with several are computed otherwise, whatever the mask.
+    calls with several that need groups are computed otherwise, whatever the mask.
     """
     needed = set()
     for mask in ("butterfly", "causal", "empty rows", "global tokens", "nothing"):
