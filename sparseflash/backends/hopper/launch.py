@@ -215,6 +215,9 @@ def _descriptor_fields(
     shared_layout: Any = gl.NVMMASharedLayout  # whose methods have no types
     layout = shared_layout.get_default_for(box, GLUON_DTYPES[dtype])
     tma_strides = addressable_strides(shape, strides, dtype.itemsize)
+    if shape[0] == 0 and tma_strides is None:
+        # Tensors without elements are contiguous whatever their strides; no kernel reads them.
+        tma_strides = (*[ALIGNMENT // dtype.itemsize] * (len(shape) - 1), 1)
     assert tma_strides is not None, "descriptors are made of addressable tensors"
     return list(shape), list(tma_strides), box, layout
 

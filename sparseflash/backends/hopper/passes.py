@@ -262,7 +262,7 @@ def _convert_dq(dq_accumulator: Tensor, scale: float, grad_query: Tensor) -> Non
     """Writes scale * dq_accumulator to grad_query."""
     batch, heads, _, head_dim = grad_query.shape
     tiles = dq_accumulator.numel() // (WARPGROUP_M.value * configs.tile_width(head_dim))
-    tiles_per_head = tiles // (batch * heads)
+    tiles_per_head = tiles // max(batch * heads, 1)
     gradient = WARPGROUP_TILE.descriptor(grad_query)
     arguments = (dq_accumulator, gradient, scale, heads, tiles_per_head)
     variant = (grad_query.device, grad_query.dtype, head_dim)

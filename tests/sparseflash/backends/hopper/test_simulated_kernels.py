@@ -180,6 +180,24 @@ def test_backward_kernels_refuse_blocks_that_are_not_square(needs):
         hopper.backward(call, query, None, saved, (*needs, False, False, False))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"deterministic": False}, {"planned_order": True}, {"key_lengths": torch.zeros(0).int()}],
+    ids=["default", "any order", "planned order", "key lengths"],
+)
+def test_a_batch_without_elements(options):
+    with simulation():
+        given = make_inputs(0, 2, 300, 260, 64, kv_heads=1, dtype=torch.bfloat16)
+        tensors = [x.detach().requires_grad_() for x in given[:3]]
+        query, key, value = tensors
+        call = call_on(hopper, query, key, PATTERNS["causal"]((300, 260), 128), value, **options)
+        for _ in range(2):
+            out, lse, *_ = run(call, *tensors)
+            grads = torch.autograd.grad(out.sum(), tensors)  # the gradient of out is expanded
+            assert (out.shape, lse.shape) == (query.shape, query.shape[:3])
+            assert [x.shape for x in grads] == [x.shape for x in tensors]
+
+
 def test_a_warpgroup_alone_far_behind_what_is_loaded(monkeypatch):
     monkeypatch.setattr(simulated_gluon, "ORDER", max)
     with simulation():
