@@ -91,7 +91,7 @@ def test_rows_in_place_in_groups_of_heads(ranks, strategy, shared):
     """
     needed = set()
     for mask in ("butterfly", "causal", "empty rows", "global tokens", "nothing"):
-        of_two = mask in ("butterfly", "empty rows")
+        of_two = mask in ("butterfly", "empty rows", "nothing")
         for groups, batch in ((2, 1), (3, 1), *[(2, 2)] * of_two):
             extras = MAX_LOGITS if of_two else {}
             case = (mask, strategy, shared, groups, batch, extras)
