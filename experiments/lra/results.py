@@ -51,20 +51,26 @@ def main(
 def ended(group: Path) -> list[dict]:
     """The result of each seed of a group, or the newest one if a run was resumed.
 
+    Seeds that were not tested are left out, and named.
+
     Raises ValueError for a folder without results, or with those of another command.
     """
-    newest = {}
+    newest, untested = {}, {}
     results = sorted(group.rglob(RESULT), key=lambda path: path.stat().st_mtime)
     for path in (*results, *group.rglob(WHOLE_RESULT)):
         run = read_object(path, "a result of `experiments.lra`", ("seed", "stuck"))
-        # Pre-training, or stopped before its test; the result of a stuck stage says so.
+        seed = path.relative_to(group).parts[0]
+        # Pre-training, or ended before its test; the result of a stuck stage says so.
         if "test/accuracy" not in run and (path.name == WHOLE_RESULT or not run["stuck"]):
+            untested[seed] = path
             continue
         if path.name == WHOLE_RESULT:
             run |= one_curve(run)
-        newest[path.relative_to(group).parts[0]] = run
+        newest[seed] = run
     if not newest:
         raise ValueError(f"{group} has no {RESULT}: none of its runs has finished")
+    for seed in sorted(untested.keys() - newest.keys()):
+        print(f"{untested[seed]} is left out: its run was not tested")
     return sorted(newest.values(), key=lambda result: result["seed"])
 
 

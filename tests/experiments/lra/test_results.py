@@ -74,6 +74,18 @@ def test_a_curriculum_is_one_run_with_stages(tmp_path):
     assert results.ended(tmp_path / "labels")[0]["curve"] == run(0, 0.5)["curve"]
 
 
+def test_a_seed_that_was_not_tested_is_named(groups, capsys):
+    """It diverged before its first checkpoint, or was stopped before its test."""
+    dense = groups[0]
+    untested = run(3, 0.3)
+    del untested["test/accuracy"]
+    leave(dense / "seed3" / "version_0", untested)
+    leave(dense / "seed2" / "version_1", untested | {"seed": 2}, at=2)  # which version_0 tested
+    assert [run["seed"] for run in results.ended(dense)] == [0, 1, 2]
+    path = dense / "seed3" / "version_0" / "result.json"
+    assert capsys.readouterr().out == f"{path} is left out: its run was not tested\n"
+
+
 def test_a_folder_without_results_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"has no result\.json: none of its runs has finished"):
         results.ended(tmp_path)
