@@ -57,13 +57,6 @@ def pytest_configure(config):
         os.environ["OMP_NUM_THREADS"] = "1"
 
 
-def pytest_xdist_auto_num_workers() -> int | None:
-    """Half as many workers again as cores, because many tests wait for processes of their own."""
-    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
-        return None  # xdist reads it
-    return max(1, 3 * (os.cpu_count() or 1) // 2)
-
-
 def pytest_report_header(config) -> str:
     return f"fuzzers: --seed {config.option.seed}"
 
