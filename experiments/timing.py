@@ -152,7 +152,7 @@ def prepared(prepare: Prepare, clock: Clock) -> Iterator[Sample]:
             run = prepare()
             run()
             runs.append(_captured(run, stream) if clock is Clock.GRAPH else run)
-        del run
+        del run  # `runs` holds it, and frees it at the end
         sample(1)  # allocates all memory that later samples need
         yield sample
     finally:
@@ -232,4 +232,12 @@ def _captured(run: Run, stream: torch.cuda.Stream) -> Run:
         run()
     finally:
         graph.capture_end()
-    return graph.replay
+    return partial(_replay, graph, run)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _captured_run: Run) -> None:
+    """Replays a graph. Its run is held, because the graph reads tensors that only the run holds.
+
+    Those of a backward pass are the results of the forward pass before it.
+    """
+    graph.replay()

@@ -204,3 +204,19 @@ def test_a_run_that_waits_for_the_device_is_not_captured(monkeypatch):
         with pytest.raises(RuntimeError, match=message) as caught:
             timing_module._captured(partial(fails, message), None)
         assert type(caught.value) is kind
+
+
+def test_a_graph_holds_what_its_run_holds(monkeypatch):
+    """A graph reads the results of a forward pass that only the run of its backward pass holds."""
+    graph, results = mock.Mock(), torch.ones(3)
+    held = weakref.ref(results)
+    monkeypatch.setattr(timing_module, "no_waiting", nullcontext)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    replay = timing_module._captured(results.sum, mock.Mock())
+    del results
+    gc.collect()
+    replay()
+    assert graph.replay.called and held() is not None
+    del replay
+    gc.collect()
+    assert held() is None
