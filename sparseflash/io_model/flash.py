@@ -77,10 +77,11 @@ class _WorkTiles(NamedTuple):
         rows: Tokens of the row of a work tile.
         rows_per_block: Number of work tiles of a block row.
         dims: Dims of a tile.
-        per_wave: Number of work tiles that run at a time.
+        per_wave: Number of rows of a head that run at a time.
         heads_per_group: Number of heads whose work tiles are scheduled together.
         reads_of_query: How many times the forward kernel reads Q of a work tile from shared memory
             for each block; 0 if registers hold Q.
+        packed_heads: Number of query heads for which a streamed tile is loaded once.
     """
 
     rows: int
@@ -89,6 +90,7 @@ class _WorkTiles(NamedTuple):
     per_wave: int
     heads_per_group: int
     reads_of_query: int = 0
+    packed_heads: int = 1
 
 
 def attention(
@@ -114,6 +116,7 @@ def attention(
                       when they are loaded (simulated by l2_reuse)
         shared memory a streamed tile is written once, and read by each product of 64 rows
 
+    Where the forward kernel packs two query heads of a key head, they stream tiles once for both.
     The backward pass is the one of `deterministic=True`.
 
     Args:
@@ -192,19 +195,21 @@ def _hopper_work_tiles(
         "dq": hopper_configs.DQ_CONFIGS,
         "dkdv": hopper_configs.DKDV_CONFIGS,
     }
-    config = configs[kernel.name].get(side, {}).get(dims)
+    heads = hopper_select.packed_heads(spec, side) if kernel.name == "forward" else 1
+    by_width = configs[kernel.name].get(side, {}) if heads == 1 else hopper_configs.PACKED_CONFIGS
+    config = by_width.get(dims)
     if config is None:
         raise ValueError(
             f"backend hopper has no {kernel.name} kernel for head_dim {spec.head_dim} in tiles "
             f"of {side}"
         )
-    per_wave = config.ctas_per_sm * device.multiprocessors
-    num_bh = spec.batch * kernel.row_heads(spec)
-    heads_per_group = heads_per_group_of(spec, kernel.rows(table), num_bh, per_wave)
+    ctas = config.ctas_per_sm * device.multiprocessors
+    num_bh = spec.batch * kernel.row_heads(spec) // heads
+    heads_per_group = heads_per_group_of(spec, kernel.rows(table), num_bh, ctas) * heads
     reads_of_query = 0
-    if kernel.name == "forward" and not holds_query_in_registers(side, dims):
+    if kernel.name == "forward" and not holds_query_in_registers(side * heads, dims):
         reads_of_query = table.block_size[1] // kv_tile(side, spec.head_dim).rows
-    return _WorkTiles(side, 1, dims, per_wave, heads_per_group, reads_of_query)
+    return _WorkTiles(side, 1, dims, ctas * heads, heads_per_group, reads_of_query, heads)
 
 
 def _triton_work_tiles(
@@ -256,7 +261,7 @@ def _cost_of(
         * row_len
         * (kernel.resident * spec.head_dim * spec.dtype.itemsize + kernel.resident_bytes)
     )
-    streamed = float((readers * tokens).sum()) * passes * token
+    streamed = float((readers * tokens).sum()) * passes * token / work.packed_heads
     blocks = float((readers * listed).sum())
     bit_tile_bytes = table.bit_tiles[0].numel() * 4
     partial = float((readers * rows.row_ptr[..., 3].sum(1).cpu()).sum())
@@ -269,7 +274,7 @@ def _cost_of(
     right = kernel.products * row_side * column_side / WARPGROUP_ROWS
     left = (kernel.left_in_shared + work.reads_of_query) * row_side
     operand = blocks * work.dims * spec.dtype.itemsize
-    loads = 2 * passes * column_side
+    loads = 2 * passes * column_side / work.packed_heads
     return KernelCost(
         name=kernel.name,
         flops=2.0 * kernel.products * pairs * work.dims,

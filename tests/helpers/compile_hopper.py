@@ -3,6 +3,7 @@
 What a `Compiler` may ask of it:
     variants HEAD_DIM VALUE_DIM BLOCK NAMES    what the compiler made of calls that CALLS names
     three HEAD_DIM      what it made of forward kernels of three warpgroups
+    packed HEAD_DIM     what it made of forward kernels of packed heads
     calls HEAD_DIM      kernels compiled by calls of many lengths
     layouts HEAD_DIM    kernels compiled for tensors of many strides
     second HEAD_DIM     whether the first calls of two masks found their kernels compiled
@@ -168,6 +169,26 @@ def report_three(head_dim: int):
         (made,) = compiled(forward_kernel)
         about = {"mask": name, "head_dim": head_dim, "value_dim": head_dim, "block": 192}
         yield {"which": "forward"} | about | report_of(made)
+
+
+def report_packed(head_dim: int):
+    """Forward kernels of two query heads in a CTA."""
+    configs.PACKED_WIDTHS, configs.MIN_PACKED_WAVES = (64, 128), 0.0
+    options = {"key_lengths": torch.ones(1, dtype=torch.int32), "max_logits": True}
+    options |= {"dropout_p": 0.1}
+    for name, pattern, changes in (
+        ("full", masks.full(), {}),
+        ("causal", masks.causal(), {}),
+        ("causal, with options", masks.causal(), options),
+    ):
+        forward_kernel.device_caches.clear()
+        query = torch.empty(1, 4, 512, head_dim, dtype=torch.float16)
+        key = query[:, :2]
+        call = call_on(hopper, query, key, pattern(512, 64), scale=1.0, seed=1, **changes)
+        call.forward(query, key, key)
+        (made,) = compiled(forward_kernel)
+        about = {"mask": name, "head_dim": head_dim, "value_dim": head_dim, "block": 64}
+        yield {"which": "packed"} | about | report_of(made)
 
 
 def registers(made) -> int:

@@ -63,13 +63,16 @@ class Finder:
 
 @contextmanager
 def simulation(
-    bugs: Mapping[str, Sequence[Bug]] | None = None, ctas: int = CTAS
+    bugs: Mapping[str, Sequence[Bug]] | None = None,
+    ctas: int = CTAS,
+    packed_widths: Sequence[int] = (),
 ) -> Iterator[None]:
     """The backend with its kernels simulated.
 
     Args:
         bugs: Those to plant, by module of the backend.
         ctas: How many CTAs a launch has at most.
+        packed_widths: The tile widths at which the forward kernel packs heads.
     """
     finder = Finder(bugs or {})
     shared = simulated_score_mods()
@@ -97,7 +100,10 @@ def simulation(
         if missing := finder.bugs.keys() - finder.loaded:
             raise LookupError(f"no kernel imports {missing}")
         vars(importlib.import_module(f"{PREFIX}configs")).update(
-            MIN_FUSED_BLOCKS=ALWAYS_FUSED, MIN_PLANNED_BLOCKS=ALWAYS_PLANNED
+            MIN_FUSED_BLOCKS=ALWAYS_FUSED,
+            MIN_PLANNED_BLOCKS=ALWAYS_PLANNED,
+            PACKED_WIDTHS=packed_widths,
+            MIN_PACKED_WAVES=0.0,
         )
         hopper._passes.cache_clear()
         try:
@@ -143,6 +149,7 @@ def check(
     value_dim=None,
     lengths=(500, 400),
     block_size=128,
+    heads=2,
     kv_heads=1,
     dtype=torch.bfloat16,
     strides="contiguous",
@@ -157,7 +164,7 @@ def check(
     **options,
 ):
     """Checks both passes of a simulated call. Padded keys and values hold NaN and infinity."""
-    batch, heads = (1, 2) if key_lengths is None else (len(key_lengths), 2)
+    batch = 1 if key_lengths is None else len(key_lengths)
     kinds = {"kv_heads": kv_heads, "dtype": dtype, "strides": strides}
     kinds["value_dim"] = head_dim if value_dim is None else value_dim
     query, key, value, grad_out = make_inputs(batch, heads, *lengths, head_dim, **kinds)

@@ -51,6 +51,19 @@ FORWARD_CONFIGS = {
         128: KernelConfig(2, {"STAGES": 3, "QUERY_STAGES": 1}),
     },
 }
+# Two query heads that share a key head and its mask, in a CTA of two consumer warpgroups: by tile
+# width, for blocks of 64. At 128 dims as much memory as above for tiles of 128: 128 KiB for four
+# stages of K and V, 64 KiB for two of Q.
+PACKED_CONFIGS = {
+    64: KernelConfig(1, {"STAGES": 4, "QUERY_STAGES": 3}),
+    128: KernelConfig(1, {"STAGES": 4, "QUERY_STAGES": 2}),
+}
+PACKED_HEADS = 2  # the heads of such a CTA
+# Tile widths at which heads are packed, see select.packed_heads, and the fewest waves of pairs.
+# Notebook, 2026-11-28, 03:10: 1.10 to 1.15 times as fast at 128 dims from two waves on, with one
+# wave 0.97 to 1.00, with half a wave 0.90. At 64 dims 0.90 to 0.94.
+PACKED_WIDTHS: tuple[int, ...] = (128,)
+MIN_PACKED_WAVES = 2.0
 # STAGES: of K and V.
 DQ_CONFIGS = {
     128: {

@@ -65,7 +65,8 @@ class PreparedKernel:
 
     The parameters of the kernel are its inputs and outputs, each by its `access`; params.Table;
     key_lengths; the work counter; params.Sizes; scale_log2; params.Dropout; params.ScoreParams;
-    SCORE, QHEADS_PER_KVHEAD, MASKED, ROW_TOKENS, COLUMN_TOKENS; the constants of `config`.
+    SCORE, QHEADS_PER_KVHEAD, MASKED, ROW_TOKENS, COLUMN_TOKENS; PACKED_HEADS of the forward
+    kernel; the constants of `config`.
 
     A launch repeats the previous one of the same plan. So all arguments of the kernel, except
     addresses, the stride of the bias and seeds, must follow from the plan, the strides of the
@@ -78,6 +79,7 @@ class PreparedKernel:
         outputs: Layouts of its outputs, None for outputs that are not computed.
         by_key: Whether its work tiles are block rows of keys, not of queries.
         ordered: Whether CTAs wait for one another: all run at once, and the scheduler is static.
+        packed_heads: Query heads of a work tile of the forward kernel; None for other kernels.
     """
 
     kernel: Any
@@ -86,6 +88,7 @@ class PreparedKernel:
     outputs: tuple[OutputLayout | None, ...] = ()
     by_key: bool = False
     ordered: bool = False
+    packed_heads: int | None = None
 
     def launch(self, call: Call, *tensors: Tensor | None) -> None:
         """Launches the kernel.
@@ -119,7 +122,7 @@ class PreparedKernel:
         rows = computed_rows(table, spec, self.by_key)
         tensors, others = changing[: len(self.access)], changing[len(self.access) :]
         key_lengths, work_counter, bias, *score_tensors = others
-        heads = spec.kv_heads if self.by_key else spec.heads
+        heads = spec.kv_heads if self.by_key else spec.heads // (self.packed_heads or 1)
         sizes, grid = sizes_and_grid(spec, rows, heads, config, self.by_key)
         mask_batch_stride = spec.mask_heads if spec.mask_batch > 1 else None
         own_columns = None
@@ -142,12 +145,15 @@ class PreparedKernel:
         score = None if spec.score is None else find_score_function(spec.score).triton
         variant = (
             *(*properties, spec.mask_batch > 1, spec.softcap is None, spec.score),
+            self.packed_heads,
             *(x is None for x in changing),
         )
         row_tokens, column_tokens = reversed(block) if self.by_key else block
         constants = {"SCORE": score, "QHEADS_PER_KVHEAD": group, "MASKED": masked}
         constants |= {"ROW_TOKENS": row_tokens, "COLUMN_TOKENS": column_tokens}
         constants |= config.constants | OPTIONS | max_registers(config.ctas_per_sm)
+        if self.packed_heads is not None:
+            constants["PACKED_HEADS"] = self.packed_heads
         if self.ordered:
             constants |= {"launch_cooperative_grid": True}
         names = self.kernel.arg_names[: len(tensors)]

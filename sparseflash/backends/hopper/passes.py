@@ -30,7 +30,7 @@ from sparseflash.backends.hopper.kernels.forward import forward_kernel
 from sparseflash.backends.hopper.kernels.lse_delta import lse_delta_kernel
 from sparseflash.backends.hopper.launch import OPTIONS, WARPGROUP_TILE, PreparedKernel, TmaBox2D
 from sparseflash.backends.hopper.order import plan_order
-from sparseflash.backends.hopper.select import uses_fused_backward
+from sparseflash.backends.hopper.select import packed_heads, uses_fused_backward
 from sparseflash.backends.triton_common.launcher import Launch, is_compile_only, launch_and_store
 from sparseflash.backends.triton_common.launcher import launch as launch_kernel
 from sparseflash.backends.triton_common.relaunch import try_relaunch
@@ -74,8 +74,10 @@ def _prepare_forward(
     kv_tile = launch.kv_tile(block, spec.widest_dim)
     access = (WARPGROUP_TILE, *[kv_tile] * 4, WARPGROUP_TILE, None, None)
     outputs = layouts_of(empty_out_and_lse(query, value))
-    config = configs.FORWARD_CONFIGS[block][configs.tile_width(spec.widest_dim)]
-    return PreparedKernel(forward_kernel, access, config, outputs)
+    heads = packed_heads(spec, block)
+    by_width = configs.PACKED_CONFIGS if heads > 1 else configs.FORWARD_CONFIGS[block]
+    config = by_width[configs.tile_width(spec.widest_dim)]
+    return PreparedKernel(forward_kernel, access, config, outputs, packed_heads=heads)
 
 
 def _more(call: Call, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:

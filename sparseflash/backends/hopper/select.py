@@ -100,6 +100,31 @@ def forward_block_size_for(spec: AttentionSpec, mask: CompiledMask) -> tuple[int
     return HIGH_TILE if fast else block_size
 
 
+def packed_heads(spec: AttentionSpec, block: int) -> int:
+    """The query heads of a work tile of the forward kernel: 2 if heads are packed, else 1.
+
+    Heads of one key head are packed in tiles of 64 queries if they share their mask and are even
+    in number, at the tile widths of configs.PACKED_WIDTHS, if there are MIN_PACKED_WAVES waves of
+    work tiles. Results have the same bits.
+
+    Args:
+        spec: The spec of the call.
+        block: Queries of a block of the table that the kernel reads.
+    """
+    group = spec.heads // spec.kv_heads
+    shares_mask = spec.mask_heads == 1 or spec.mask_group % configs.PACKED_HEADS == 0
+    width = configs.tile_width(spec.widest_dim)
+    work_tiles = spec.batch * (spec.heads // configs.PACKED_HEADS) * -(-spec.q_len // block)
+    packs = (
+        block == SMALL_TILE[0]
+        and width in configs.PACKED_WIDTHS
+        and group % configs.PACKED_HEADS == 0
+        and shares_mask
+        and work_tiles >= configs.MIN_PACKED_WAVES * configs.MULTIPROCESSORS
+    )
+    return configs.PACKED_HEADS if packs else 1
+
+
 def time_ratio_of_high_tiles(spec: AttentionSpec, mask: CompiledMask) -> float:
     """Predicted time of the forward kernel at 64 dims in high tiles, over that in tiles of 128.
 
@@ -148,6 +173,8 @@ def describe(
         notes["tiles"] += ", of which several CTAs share a multiprocessor"
     if call.plan.forward is not None and call.plan.forward.table.block_size != tile:
         notes["tiles of the forward pass"] = f"{call.plan.forward.table.block_size}"
+    elif packed_heads(spec, tile[0]) > 1:
+        notes["forward"] = "two query heads of a key head in one CTA, which loads K and V once"
     if uses_fused_backward(call.table, spec):
         order = "a planned" if spec.deterministic else "no fixed"
         notes["backward"] = f"one kernel, which adds to the gradient of query in {order} order"

@@ -127,6 +127,18 @@ def test_heads_of_a_group_share_keys():
     assert attention(per_key_head, D, heads=8, kv_heads=2).flops < own.flops
 
 
+def test_packed_heads_load_keys_once_for_both():
+    """In blocks of 64. As many products read them from shared memory as without packing."""
+    mask, sizes = masks.random(0.2)(4096, 64), {"batch": 2, "heads": 8, "backend": "hopper"}
+    packed, alone = (
+        attention(mask, 128, kv_heads=kv_heads, **sizes).kernels[0] for kv_heads in (4, 8)
+    )
+    streamed = 2 * 8 * mask.nnz_blocks * 64 * 2 * 128 * E
+    assert alone.l2_bytes - packed.l2_bytes == streamed / 2
+    assert alone.shared_bytes - packed.shared_bytes == streamed / 2
+    assert packed.waves == alone.waves == 2 * 8 * 64 / (2 * 132)
+
+
 def test_least_time_is_that_of_the_busiest_part():
     full = attention(masks.full()(8192), D, heads=16)
     h200 = DEVICES["H200"]

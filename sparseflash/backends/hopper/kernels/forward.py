@@ -16,7 +16,10 @@ warpgroup softmax i overlaps P_{i-1} V_{i-1}.
 
 In tiles of 192 queries x 128 keys a CTA has a third warpgroup. They issue in the order 0, 1, 2,
 the load-wait warp signals all three, and all read Q from shared memory. In tiles of 64 a CTA has
-one warpgroup. Its softmax overlaps with products of other CTAs on the same multiprocessor.
+one warpgroup. Its softmax overlaps with products of other CTAs on the same multiprocessor. With
+packed heads (PACKED_HEADS = 2) it has two: a work tile is the same 64 queries of two query heads,
+one for each warpgroup, which share their key head and their mask. So K and V are loaded once for
+both, and the warpgroups alternate as in tiles of 128.
 
 The online softmax is in base 2. `row_max` is the running maximum of the unscaled scores Q K^T.
 `row_sum` is the running sum of exp2(scale_log2 * (Q K^T - row_max)), divided among the threads
@@ -128,15 +131,15 @@ def forward_kernel(
     score_floats, score_integers, score_layout,
     SCORE: gl.constexpr, QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
     ROW_TOKENS: gl.constexpr, COLUMN_TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
+    PACKED_HEADS: gl.constexpr, STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr,
 ):  # fmt: skip
     table = Table(row_ptr, full_index, partial_index, partial_bit_tile, schedule, bit_tiles,
                   head_to_mask)  # fmt: skip
     sizes = Sizes(heads, q_len, k_len, mask_heads, num_rows, num_work_tiles, heads_per_group,
                   mask_batch_stride, own_columns)  # fmt: skip
-    WARPGROUPS: gl.constexpr = ROW_TOKENS // WARPGROUP_M
+    WARPGROUPS: gl.constexpr = num_warpgroups(ROW_TOKENS, PACKED_HEADS)
     DIMS: gl.constexpr = queries.block_type.shape[3]
-    LOAD_WAIT_WARPS: gl.constexpr = num_load_wait_warps(ROW_TOKENS, DIMS, MASKED)
+    LOAD_WAIT_WARPS: gl.constexpr = num_load_wait_warps(ROW_TOKENS * PACKED_HEADS, DIMS, MASKED)
     # O is stored through the buffer of Q.
     if outs.block_type.shape[3] > queries.block_type.shape[3]:
         query_pipeline = make_pipeline(outs, WARPGROUPS * QUERY_STAGES, 1)
@@ -157,20 +160,32 @@ def forward_kernel(
                scale_log2, dropout, ScoreParams(softcap, bias, bias_stride,
                            ScorePointers(score_floats, score_integers, score_layout)), SCORE,
                has_score_mod(softcap, bias, SCORE), has_derivative(softcap, SCORE)),
-        LOAD_WAIT_WARPS, QHEADS_PER_KVHEAD, MASKED, STAGES, QUERY_STAGES,
+        LOAD_WAIT_WARPS, QHEADS_PER_KVHEAD, MASKED, PACKED_HEADS, STAGES, QUERY_STAGES,
     )  # fmt: skip
 
 
 @gluon.constexpr_function
+def num_warpgroups(row_tokens, packed_heads):
+    """Consumer warpgroups: each computes 64 queries of one head."""
+    return row_tokens * packed_heads // WARPGROUP_M.value
+
+
+@gluon.constexpr_function
+def first_row_of(warpgroup, packed_heads):
+    """The first query of a warpgroup in the block row: all packed heads begin at query 0."""
+    return warpgroup // packed_heads * WARPGROUP_M.value
+
+
+@gluon.constexpr_function
 def num_load_wait_warps(rows, dims, masked):
-    """1 if a load-wait warp makes the kernel faster, else 0."""
+    """1 if a load-wait warp makes the kernel faster, else 0; rows: of S, of all warpgroups."""
     # At 64 dims masks of full blocks are 1 to 4 % faster without it.
     return int(rows > WARPGROUP_M.value and (dims == 128 or (dims == 64 and masked)))
 
 
 @gluon.constexpr_function
 def holds_query_in_registers(rows, dims):
-    """Whether registers hold Q, so that products read K alone from shared memory."""
+    """Whether registers hold Q, so that products read K alone; rows: of S, of all warpgroups."""
     return dims <= MAX_QUERY_REGISTER_DIMS.value and rows <= 2 * WARPGROUP_M.value
 
 
@@ -178,31 +193,33 @@ def holds_query_in_registers(rows, dims):
 def specialize_warps(queries, keys, values, more_keys, more_values, outs, lse, max_logits,
                      pipelines, params, LOAD_WAIT_WARPS: gl.constexpr,
                      QHEADS_PER_KVHEAD: gl.constexpr, MASKED: gl.constexpr,
-                     STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
+                     PACKED_HEADS: gl.constexpr, STAGES: gl.constexpr,
+                     QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Starts a consumer in each warpgroup, the producer and the load-wait warp in a warp each."""
-    if params.row_tokens == WARPGROUP_M:
+    WARPGROUPS: gl.constexpr = num_warpgroups(params.row_tokens, PACKED_HEADS)
+    if WARPGROUPS == 1:
         gl.warp_specialize(
             [
                 (consumer, (outs, lse, max_logits, pipelines, params, 0, LOAD_WAIT_WARPS, MASKED,
-                            STAGES, QUERY_STAGES)),
+                            PACKED_HEADS, STAGES, QUERY_STAGES)),
                 (producer, (queries, keys, values, more_keys, more_values, pipelines, params,
-                            QHEADS_PER_KVHEAD, STAGES, QUERY_STAGES)),
+                            QHEADS_PER_KVHEAD, PACKED_HEADS, STAGES, QUERY_STAGES)),
             ],
             [1],
             [PRODUCER_REGISTERS],
         )  # fmt: skip
-    elif params.row_tokens == 3 * WARPGROUP_M:
+    elif WARPGROUPS == 3:
         gl.warp_specialize(
             [
                 (consumer, (outs, lse, max_logits, pipelines, params, 0, LOAD_WAIT_WARPS, MASKED,
-                            STAGES, QUERY_STAGES)),
+                            PACKED_HEADS, STAGES, QUERY_STAGES)),
                 (consumer, (outs, lse, max_logits, pipelines, params, 1, LOAD_WAIT_WARPS, MASKED,
-                            STAGES, QUERY_STAGES)),
+                            PACKED_HEADS, STAGES, QUERY_STAGES)),
                 (consumer, (outs, lse, max_logits, pipelines, params, 2, LOAD_WAIT_WARPS, MASKED,
-                            STAGES, QUERY_STAGES)),
+                            PACKED_HEADS, STAGES, QUERY_STAGES)),
                 (producer, (queries, keys, values, more_keys, more_values, pipelines, params,
-                            QHEADS_PER_KVHEAD, STAGES, QUERY_STAGES)),
-                (load_wait_warp, (pipelines, params, LOAD_WAIT_WARPS, STAGES)),
+                            QHEADS_PER_KVHEAD, PACKED_HEADS, STAGES, QUERY_STAGES)),
+                (load_wait_warp, (pipelines, params, LOAD_WAIT_WARPS, WARPGROUPS, STAGES)),
             ],
             [4, 4, 1, 1],
             [REGISTERS_OF_3_CONSUMERS, REGISTERS_OF_3_CONSUMERS, REGISTERS_BESIDE_3_CONSUMERS,
@@ -212,12 +229,12 @@ def specialize_warps(queries, keys, values, more_keys, more_values, outs, lse, m
         gl.warp_specialize(
             [
                 (consumer, (outs, lse, max_logits, pipelines, params, 0, LOAD_WAIT_WARPS, MASKED,
-                            STAGES, QUERY_STAGES)),
+                            PACKED_HEADS, STAGES, QUERY_STAGES)),
                 (consumer, (outs, lse, max_logits, pipelines, params, 1, LOAD_WAIT_WARPS, MASKED,
-                            STAGES, QUERY_STAGES)),
+                            PACKED_HEADS, STAGES, QUERY_STAGES)),
                 (producer, (queries, keys, values, more_keys, more_values, pipelines, params,
-                            QHEADS_PER_KVHEAD, STAGES, QUERY_STAGES)),
-                (load_wait_warp, (pipelines, params, LOAD_WAIT_WARPS, STAGES)),
+                            QHEADS_PER_KVHEAD, PACKED_HEADS, STAGES, QUERY_STAGES)),
+                (load_wait_warp, (pipelines, params, LOAD_WAIT_WARPS, WARPGROUPS, STAGES)),
             ],
             [4, 1, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -226,10 +243,10 @@ def specialize_warps(queries, keys, values, more_keys, more_values, outs, lse, m
 
 @gluon.jit
 def producer(queries, keys, values, more_keys, more_values, pipelines, params,
-             QHEADS_PER_KVHEAD: gl.constexpr, STAGES: gl.constexpr,
-             QUERY_STAGES: gl.constexpr):  # fmt: skip
+             QHEADS_PER_KVHEAD: gl.constexpr, PACKED_HEADS: gl.constexpr,
+             STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Loads the tiles that consumers read, as far ahead as the pipelines allow."""
-    WARPGROUPS: gl.constexpr = params.row_tokens // WARPGROUP_M
+    WARPGROUPS: gl.constexpr = num_warpgroups(params.row_tokens, PACKED_HEADS)
     query_pipeline, key_pipeline, value_pipeline = pipelines
     state = PipelineState(0, 1)
     query_state = PipelineState(0, 1)
@@ -238,13 +255,16 @@ def producer(queries, keys, values, more_keys, more_values, pipelines, params,
     while work_id < params.sizes.num_work_tiles:
         # Early, so that the atomic completes while this work tile is loaded.
         next_work = next_work_id(params, work_id)
-        batch, head, row = decode_work_id(params, work_id, 1)
+        batch, head, row = decode_work_id(params, work_id, PACKED_HEADS)
+        if PACKED_HEADS > 1:
+            head = head * PACKED_HEADS  # the first of them
         blocks = key_blocks_of_row(params, batch, head, row)
         work_state = publish_work(params, WorkTile(batch, head, row, blocks), work_state)
         for warpgroup in gl.static_range(WARPGROUPS):
-            query_start = row * params.row_tokens + warpgroup * WARPGROUP_M
+            query_start = row * params.row_tokens + first_row_of(warpgroup, PACKED_HEADS)
+            query_head = head_of_warpgroup(head, warpgroup, PACKED_HEADS)
             buffer_state = warpgroup_state(query_state, WARPGROUPS, warpgroup)
-            producer_load(query_pipeline, queries, batch, head, query_start, buffer_state)
+            producer_load(query_pipeline, queries, batch, query_head, query_start, buffer_state)
         query_state = advance(query_state, QUERY_STAGES)
         state = load_key_value_tiles(
             keys, values, more_keys, more_values, key_pipeline, value_pipeline, params, batch,
@@ -255,7 +275,16 @@ def producer(queries, keys, values, more_keys, more_values, pipelines, params,
 
 
 @gluon.jit
-def load_wait_warp(pipelines, params, LOAD_WAIT_WARPS: gl.constexpr, STAGES: gl.constexpr):
+def head_of_warpgroup(head, WARPGROUP: gl.constexpr, PACKED_HEADS: gl.constexpr):
+    """The query head that a warpgroup computes; head: that of the work tile, or the first one."""
+    if PACKED_HEADS > 1:
+        head = head + WARPGROUP % PACKED_HEADS
+    return head
+
+
+@gluon.jit
+def load_wait_warp(pipelines, params, LOAD_WAIT_WARPS: gl.constexpr, WARPGROUPS: gl.constexpr,
+                   STAGES: gl.constexpr):  # fmt: skip
     """Waits for loads on behalf of all warpgroups and signals their ping-pong barriers.
 
     Triton lowers mbarrier.wait in a partition of several warps with a partition-wide bar.sync,
@@ -280,7 +309,7 @@ def load_wait_warp(pipelines, params, LOAD_WAIT_WARPS: gl.constexpr, STAGES: gl.
                 if i > 0:
                     signal_warpgroup(0, LOAD_WAIT_WARPS)
                     signal_warpgroup(1, LOAD_WAIT_WARPS)
-                    if params.row_tokens == 3 * WARPGROUP_M:
+                    if WARPGROUPS == 3:
                         signal_warpgroup(2, LOAD_WAIT_WARPS)
                 consumer_wait(value_pipeline, state)
                 consumer_release(value_pipeline, state)
@@ -290,11 +319,12 @@ def load_wait_warp(pipelines, params, LOAD_WAIT_WARPS: gl.constexpr, STAGES: gl.
 
 @gluon.jit
 def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
-             LOAD_WAIT_WARPS: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
-             QUERY_STAGES: gl.constexpr):  # fmt: skip
+             LOAD_WAIT_WARPS: gl.constexpr, MASKED: gl.constexpr, PACKED_HEADS: gl.constexpr,
+             STAGES: gl.constexpr, QUERY_STAGES: gl.constexpr):  # fmt: skip
     """Computes 64 queries of each work tile. `state` is that of the tile last consumed."""
     query_pipeline, key_pipeline, value_pipeline = pipelines
-    WARPGROUPS: gl.constexpr = params.row_tokens // WARPGROUP_M
+    WARPGROUPS: gl.constexpr = num_warpgroups(params.row_tokens, PACKED_HEADS)
+    FIRST_ROW: gl.constexpr = first_row_of(WARPGROUP, PACKED_HEADS)
     VALUE_DIMS: gl.constexpr = outs.block_type.shape[3]
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
     TILES_PER_BLOCK: gl.constexpr = params.column_tokens // TILE_N
@@ -319,8 +349,9 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
         n_tiles = n_masked + work.blocks.n_full * TILES_PER_BLOCK
         prev_query_buffer = query_buffer
         query_buffer = query_state.stage * WARPGROUPS + WARPGROUP
-        bh = work.batch * params.sizes.heads + work.head
-        query_start = work.row * params.row_tokens + WARPGROUP * WARPGROUP_M
+        head = head_of_warpgroup(work.head, WARPGROUP, PACKED_HEADS)
+        bh = work.batch * params.sizes.heads + head
+        query_start = work.row * params.row_tokens + FIRST_ROW
         row_max = gl.full([WARPGROUP_M], NEG_INF, gl.float32, ROW_LAYOUT)
         row_sum = gl.zeros([WARPGROUP_M, THREADS_PER_ROW], gl.float32, thread_row_layout())
         softmax = SoftmaxState(row_max, row_sum)
@@ -337,6 +368,7 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
                 acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is_storing,
                 params, work.blocks, bh, query_start, n_masked, n_tiles,
                 Constants(WARPGROUP, STAGES, S_LAYOUT, O_LAYOUT), LOAD_WAIT_WARPS, MASKED,
+                PACKED_HEADS,
             )  # fmt: skip
         else:
             release_query_after_store(query_pipeline, prev_query_buffer, is_storing)
@@ -361,7 +393,7 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
         out_tile.store(rescale_rows(acc, out_scale, O_LAYOUT).to(outs.dtype))  # [64, D]
         fence_async_shared()
         out_buffer = stage_as(query_pipeline, query_buffer, WARPGROUP_M, VALUE_DIMS)
-        tma_store(outs, [work.batch, work.head, query_start, 0], out_buffer)
+        tma_store(outs, [work.batch, head, query_start, 0], out_buffer)
         query_state = advance(query_state, QUERY_STAGES)
         rows_done += 1
         work, work_state = receive_work(params, work_state)
@@ -372,7 +404,7 @@ def consumer(outs, lse, max_logits, pipelines, params, WARPGROUP: gl.constexpr,
 @gluon.jit
 def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is_storing, params,
              blocks, bh, query_start, n_masked, n_tiles, const, LOAD_WAIT_WARPS: gl.constexpr,
-             MASKED: gl.constexpr):  # fmt: skip
+             MASKED: gl.constexpr, PACKED_HEADS: gl.constexpr):  # fmt: skip
     """All tiles of a row, at least one. The first `n_masked` of them have element masks.
 
     prev_query_buffer: query buffer of the previous row
@@ -381,7 +413,8 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
     query_pipeline, key_pipeline, value_pipeline = pipelines
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
     HEAD_DIMS: gl.constexpr = key_pipeline.buffers.shape[4]
-    if holds_query_in_registers(params.row_tokens, HEAD_DIMS):
+    FIRST_ROW: gl.constexpr = first_row_of(const.WARPGROUP, PACKED_HEADS)
+    if holds_query_in_registers(params.row_tokens * PACKED_HEADS, HEAD_DIMS):
         query = as_matrix(stage_as(query_pipeline, query_buffer, WARPGROUP_M, HEAD_DIMS))
         query = query.load(operand_a_layout(const.S_LAYOUT))
     else:
@@ -389,7 +422,7 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
     state = advance(state, const.STAGES)
     if MASKED:
         words = key_mask_words_or_zeros(
-            params, blocks, 0, n_masked, const.WARPGROUP * WARPGROUP_M, TILE_N, const.S_LAYOUT
+            params, blocks, 0, n_masked, FIRST_ROW, TILE_N, const.S_LAYOUT
         )
     consumer_wait(key_pipeline, state)
     key = stage_matrix(key_pipeline, state.stage)
@@ -421,7 +454,7 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
     for i in range(1, n_tiles):
         acc, softmax, p, state = mma_one_tile(
             acc, softmax, p, state, query, key_pipeline, value_pipeline, params, blocks, bh,
-            query_start, i, n_masked, const, LOAD_WAIT_WARPS, MASKED,
+            query_start, i, n_masked, const, LOAD_WAIT_WARPS, MASKED, PACKED_HEADS,
         )  # fmt: skip
     consumer_wait(value_pipeline, state)
     # O += P V of the last tile: [64, N] [N, D] -> [64, D]
@@ -434,20 +467,22 @@ def mainloop(acc, softmax, state, query_buffer, pipelines, prev_query_buffer, is
 @gluon.jit
 def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pipeline, params,
                  blocks, bh, query_start, i, n_masked, const, LOAD_WAIT_WARPS: gl.constexpr,
-                 MASKED: gl.constexpr):  # fmt: skip
+                 MASKED: gl.constexpr, PACKED_HEADS: gl.constexpr):  # fmt: skip
     """S_i and its softmax, and O += P_{i-1} V_{i-1}. V_{i-1} is in the stage of `prev_state`."""
     TILE_N: gl.constexpr = key_pipeline.buffers.shape[3]
+    WARPGROUPS: gl.constexpr = num_warpgroups(params.row_tokens, PACKED_HEADS)
+    FIRST_ROW: gl.constexpr = first_row_of(const.WARPGROUP, PACKED_HEADS)
     prev_value = stage_matrix(value_pipeline, prev_state.stage)
     state = advance(prev_state, const.STAGES)
     if MASKED:
         words = key_mask_words_or_zeros(
-            params, blocks, i, n_masked, const.WARPGROUP * WARPGROUP_M, TILE_N, const.S_LAYOUT
+            params, blocks, i, n_masked, FIRST_ROW, TILE_N, const.S_LAYOUT
         )
     zeros = gl.zeros([WARPGROUP_M, TILE_N], gl.float32, const.S_LAYOUT)
     if LOAD_WAIT_WARPS == 0:
         consumer_wait(key_pipeline, state)
     key = stage_matrix(key_pipeline, state.stage)
-    if params.row_tokens > WARPGROUP_M:
+    if WARPGROUPS > 1:
         pingpong_wait(const.WARPGROUP, LOAD_WAIT_WARPS)
     # S_i = Q K_i^T: [64, D] [D, N] -> [64, N]
     scores = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -456,8 +491,8 @@ def mma_one_tile(acc, softmax, prev_p, prev_state, query, key_pipeline, value_pi
     # O += P_{i-1} V_{i-1}: [64, N] [N, D] -> [64, D]
     acc = warpgroup_mma(prev_p, prev_value, acc, is_async=True)
     # After both products: to signal between them was no faster.
-    if params.row_tokens > WARPGROUP_M:
-        pingpong_signal(const.WARPGROUP, params.row_tokens // WARPGROUP_M, LOAD_WAIT_WARPS)
+    if WARPGROUPS > 1:
+        pingpong_signal(const.WARPGROUP, WARPGROUPS, LOAD_WAIT_WARPS)
     if params.dropout.threshold is not None or params.has_score_mod:
         key_start = tile_start(params, blocks, i, TILE_N)
     if params.dropout.threshold is not None:

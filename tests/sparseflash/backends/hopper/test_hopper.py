@@ -10,12 +10,15 @@ import triton.language as tl
 
 import masks
 import sparseflash
+from sparseflash.backends import hopper
 from sparseflash.backends.hopper import configs
 from sparseflash.backends.hopper.select import CAPABILITY
 from sparseflash.backends.triton_common import launcher
+from sparseflash.dispatch import call as dispatch_call
 from sparseflash.testing import STRIDES, check_attention, make_inputs, poisoned_empty
+from sparseflash.testing.error_budget import assert_close_to_reference
 from sparseflash.testing.reference import standard_attention
-from tests.helpers.calls import ALWAYS_FUSED
+from tests.helpers.calls import ALWAYS_FUSED, call_on
 from tests.helpers.max_logits import expected
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
@@ -480,6 +483,48 @@ def test_ctas_on_blocks_of_64_share_a_multiprocessor(head_dim, monkeypatch):
     tables = (configs.FORWARD_CONFIGS, configs.DQ_CONFIGS, configs.DKDV_CONFIGS)
     wanted = [table[64][configs.tile_width(head_dim)].ctas_per_sm for table in tables]
     assert [occupancy(kernel) for kernel in kernels] == wanted
+
+
+@pytest.mark.parametrize("head_dim", SMALL_TILE_DIMS)
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize(
+    "options", [{}, {"key_lengths": [0, 130, 900]}, {"dropout_p": 0.3, "seed": 3}]
+)
+@pytest.mark.parametrize("name", ["full", "causal", "blocks", "empty rows", "custom", "selected"])
+def test_packed_heads_have_the_bits_of_heads_alone(name, options, kv_heads, head_dim, monkeypatch):
+    """And are right: out and LSE against float64."""
+    monkeypatch.setattr(configs, "MIN_PACKED_WAVES", 0.0)
+    batch, lengths = len(options.get("key_lengths", [0])), (1000, 900)
+    inputs = make_inputs(
+        batch, 8, *lengths, head_dim, kv_heads=kv_heads, dtype=torch.bfloat16, device=DEVICE
+    )[:3]
+    if "key_lengths" in options:
+        lengths_of_keys = torch.tensor(options["key_lengths"], dtype=torch.int32, device=DEVICE)
+        options = options | {"key_lengths": lengths_of_keys}
+    if name == "selected":
+        generator = torch.Generator().manual_seed(0)
+        blocks = (torch.rand(kv_heads, 16, 15, generator=generator) < 0.4).to(DEVICE)
+        mask, chosen = (
+            kind.from_blocks(blocks, 64, lengths) for kind in (masks.BlockMask, masks.DynamicMask)
+        )
+    else:
+        mask = chosen = PATTERNS[name](lengths, 64, device=DEVICE)
+    results = []
+    for widths in ((), (64, 128)):
+        monkeypatch.setattr(configs, "PACKED_WIDTHS", widths)
+        dispatch_call._prepare.cache_clear()
+        call = call_on(hopper, *inputs[:2], chosen, inputs[2], max_logits=True, **options)
+        with torch.no_grad(), poisoned_empty():
+            results.append((*call.forward(*inputs), call.max_logits))
+    dispatch_call._prepare.cache_clear()
+    for alone, packed in zip(*results, strict=True):
+        assert torch.equal(packed, alone)
+    exact, eager = (
+        standard_attention(*(x.to(dtype) for x in inputs), mask, dtype=dtype, **options)
+        for dtype in (torch.float64, torch.bfloat16)
+    )
+    for found, reference, rough in zip(results[1][:2], exact, eager, strict=True):
+        assert_close_to_reference(found, reference, rough, dtype=torch.bfloat16)
 
 
 def occupancy(kernel) -> int:

@@ -65,6 +65,19 @@ def test_forward_kernels_of_three_warpgroups(compiler):
         assert report["stack"] <= (8 if report["mask"] == "causal, with lengths" else 0), report
 
 
+@pytest.mark.slow(30)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_forward_kernels_of_packed_heads(head_dim, compiler):
+    reports = compiler.reports("hopper", "packed", head_dim)
+    assert len(reports) == 3
+    for report in reports:
+        check_memory(report)
+        check_products(report)
+        check_barriers(report)
+        assert report["unset"] == [], report
+        assert report["stack"] <= (8 if "options" in report["mask"] else 0), report
+
+
 @pytest.mark.slow
 def test_score_functions_of_another_shape_are_refused(compiler):
     reports = compiler.reports("hopper", "refused", 64)
@@ -91,8 +104,15 @@ def widest_dim(report: dict) -> int:
 def config_of(report: dict) -> KernelConfig:
     if report["which"] == "fused":
         return configs.FUSED_CONFIGS[report["head_dim"]]
+    if report["which"] == "packed":
+        return configs.PACKED_CONFIGS[report["head_dim"]]
     table = CONFIGS.get(report["which"], configs.DKDV_CONFIGS)
     return table[report["block"]][widest_dim(report)]
+
+
+def warpgroups_of(report: dict) -> int:
+    """Consumer warpgroups of a CTA, each of which computes 64 rows."""
+    return configs.PACKED_HEADS if report["which"] == "packed" else report["block"] // 64
 
 
 def check_products(report: dict) -> None:
@@ -104,9 +124,10 @@ def check_products(report: dict) -> None:
     depth, loops = report["head_dim"] // 16, 2 - report["mask"].startswith("full")
     depth_of_values = report["value_dim"] // 16
     keys = min(KEYS[widest_dim(report)], report["block"]) // 16
-    warpgroups = report["block"] // 64
+    warpgroups = warpgroups_of(report)
     products, waits = {
         "forward": (2 * (depth + keys), 4),
+        "packed": (2 * (depth + keys), 4),
         "dq": (loops * (depth + depth_of_values + keys), loops * 3),
         "dkdv": (loops * (depth + depth_of_values + 2 * 4), loops * 4),
         "dk": (loops * (depth + depth_of_values + 4), loops * 3),
@@ -136,13 +157,14 @@ def check_barriers(report: dict) -> None:
     producer, and of the load-wait warp; two pipelines, at which warpgroups and the load-wait warp
     arrive and the producer waits; none of Triton's.
     """
-    load_wait_warps = 0
-    if report["which"] == "forward":
+    load_wait_warps, is_forward = 0, report["which"] in ("forward", "packed")
+    all_warpgroups = warpgroups_of(report)
+    if is_forward:
         is_masked = not report["mask"].startswith("full")
-        load_wait_warps = num_load_wait_warps(report["block"], report["head_dim"], is_masked)
-    threads = f"{128 * (report['block'] // 64) + 32 * (1 + load_wait_warps):#x}"
+        load_wait_warps = num_load_wait_warps(64 * all_warpgroups, report["head_dim"], is_masked)
+    threads = f"{128 * all_warpgroups + 32 * (1 + load_wait_warps):#x}"
     taken = {b for b in report["barriers"] if b.startswith("0x") and int(b.split(",")[0], 16) > 3}
-    warpgroups = report["block"] // 64 if report["which"] == "forward" else 1
+    warpgroups = all_warpgroups if is_forward else 1
     first = barriers.FIRST_PIPELINE_BARRIER.value
     pipelines = range(first, first + 2 * config_of(report).constants["STAGES"])
     wanted = {"0x6, 0x20"} | ({"0xf, 0x20"} if load_wait_warps else set())

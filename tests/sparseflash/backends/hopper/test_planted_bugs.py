@@ -228,6 +228,33 @@ PADDED_KEYS = {
         "kernels.backward_dkdv", NUMBERS, Replace("consumer", "gl.where(inside, dv, 0.0)", "dv")
     ),
 }
+PACKED_HEADS = {
+    "both warpgroups have the first head": planted(
+        "kernels.forward", NUMBERS, Replace("head_of_warpgroup", "WARPGROUP % PACKED_HEADS", "0")
+    ),
+    "the second head begins with the next queries": planted(
+        "kernels.forward",
+        NUMBERS,
+        Replace("first_row_of", "warpgroup // packed_heads", "warpgroup"),
+    ),
+    "pairs are counted as heads": planted(
+        "kernels.forward", NUMBERS, Replace("producer", "head * PACKED_HEADS", "head")
+    ),
+    "work tiles are decoded as those of one head": planted(
+        "kernels.forward", NUMBERS, Argument(Call("producer", "decode_work_id"), 2, "1")
+    ),
+    "O of both heads is stored as that of the first": planted(
+        "kernels.forward",
+        NUMBERS,
+        Argument(Call("consumer", "tma_store"), 1, "[work.batch, work.head, query_start, 0]"),
+    ),
+    "the other head is not signalled": planted("kernels.forward", DEADLOCK, NO_SIGNAL),
+    "there are as many work tiles as without packed heads": planted(
+        "launch",
+        BOUNDS,
+        Replace("_launch_of", "spec.heads // (self.packed_heads or 1)", "spec.heads"),
+    ),
+}
 FUSED = "kernels.backward_fused"
 ALL_GRADIENTS = {
     "Q of this tile is released in place of the last one": planted(
@@ -294,6 +321,12 @@ def one_warpgroup():
     check(pattern, 128, lengths=(300, 260), block_size=64, kv_heads=2)
 
 
+def packed_heads():
+    pattern = masks.pattern(lambda q, k: (q // 64 == 2) | (k < 150))
+    lengths = (300, 260)
+    check(pattern, 64, lengths=lengths, block_size=64, heads=4, kv_heads=2, key_lengths=[260, 90])
+
+
 def padded_keys(deterministic=True):
     options = {"lengths": (200, 260), "key_lengths": [40, 130, 256]}
     check(masks.causal(align="top-left"), 64, deterministic=deterministic, **options)
@@ -335,6 +368,19 @@ def test_one_warpgroup(bug):
     module, found, changes = ONE_WARPGROUP[bug]
     with simulation({module: changes}), pytest.raises(FOUND, match=found):
         one_warpgroup()
+
+
+def test_packed_heads_without_a_bug():
+    with simulation(packed_widths=(64,)):
+        packed_heads()
+
+
+@pytest.mark.parametrize("bug", PACKED_HEADS)
+def test_packed_heads(bug):
+    module, found, changes = PACKED_HEADS[bug]
+    planted_bugs = simulation({module: changes}, packed_widths=(64,))
+    with planted_bugs, pytest.raises(FOUND, match=found):
+        packed_heads()
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

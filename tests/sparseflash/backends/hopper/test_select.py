@@ -206,6 +206,28 @@ def test_reads_small_tiles_where_larger_ones_are_filled_less(
     assert ("share a multiprocessor" in tiles) == (tile == 64)
 
 
+GROUPED = {"batch": 1, "heads": 8, "kv_heads": 2, "q_len": 64 * 132, "block_size": (64, 64)}
+
+
+@pytest.mark.parametrize(
+    ("change", "block", "packed"),
+    [
+        *(({}, 64, 2), ({}, 128, 1), ({}, 192, 1), ({"kv_heads": 4}, 64, 2)),
+        *(({"kv_heads": 8}, 64, 1), ({"heads": 6}, 64, 1), ({"kv_heads": 1}, 64, 2)),
+        *(({"mask_heads": 8, "mask_group": 4}, 64, 2), ({"mask_heads": 8}, 64, 1)),
+        *(({"heads": 6, "mask_heads": 6, "mask_group": 3}, 64, 1), ({"head_dim": 40}, 64, 1)),
+        *(({"head_dim": 72}, 64, 2), ({"value_dim": 128, "head_dim": 64}, 64, 2)),
+        *(({"q_len": 64 * 66}, 64, 2), ({"q_len": 64 * 65}, 64, 1), ({"batch": 0}, 64, 1)),
+        ({"dropout_p": 0.1, "has_key_lengths": True, "max_logits": True}, 64, 2),
+    ],
+)
+def test_query_heads_that_share_a_key_head_and_its_mask_are_packed(change, block, packed):
+    spec = spec_like(**GROUPED | {"head_dim": 128} | change)
+    assert hopper_select.packed_heads(spec, block) == packed
+    if block == 64:
+        assert ("forward" in described(spec, mask_that_covers(0.1))) == (packed == 2)
+
+
 LONG = {"batch": 4, "heads": 32, "q_len": 8192}
 
 
