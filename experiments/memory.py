@@ -1,5 +1,6 @@
 """The memory of a call: the largest amount allocated during it, minus the amount before it."""
 
+import gc
 import os
 from collections.abc import Callable
 from itertools import accumulate
@@ -21,6 +22,9 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 def _peak_on_gpu(run: Callable[[], object], device: torch.device) -> int:
     torch.cuda.synchronize(device)
+    # What earlier calls left in reference cycles would count as memory before the call, and as
+    # free memory once Python collects it during the call.
+    gc.collect()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run()
