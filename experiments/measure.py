@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from experiments.record import Measurement, is_ours
 from experiments.settings import Method
 from experiments.timing import (
     Prepare,
+    Run,
     Sample,
     WaitsForDevice,
     prepared,
@@ -219,7 +221,7 @@ def checked(
         skips.reasons[f"{name}, backward"] = str(error).strip().splitlines()[0]
     passes = {
         "forward": forward_pass(attend, inputs),
-        "backward": backward_pass(attend, inputs, grad_out),
+        "backward": BackwardPass(attend, inputs, grad_out),
     }
     return {direction: passes[direction] for direction in directions}
 
@@ -305,7 +307,7 @@ def measured(
         density=density,
         blocks_per_row=density * -(-case.seq_len // case.block_size),
         direction=direction,
-        peak_bytes=memory.peak_bytes(lambda: prepare()(), torch.device(method.device)),
+        peak_bytes=memory.peak_bytes(once(prepare), torch.device(method.device)),
         key_value_bytes=case.key_value_bytes(DTYPES[method.dtype].itemsize),
         **{field: getattr(case, field) for field in shared},
         **times,
@@ -370,13 +372,30 @@ def gradients(out: Tensor, inputs, grad_out: Tensor):
     return torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
 
 
-def forward_pass(attend: Attend, inputs):
+def forward_pass(attend: Attend, inputs) -> Prepare:
     return lambda: lambda: attend(*inputs)
 
 
-def backward_pass(attend: Attend, inputs, grad_out):
-    def prepare():
-        out = attend(*inputs)
-        return lambda: gradients(out, inputs, grad_out)
+@dataclass(frozen=True)
+class BackwardPass:
+    """Prepares a backward pass that can be run many times, on the results of one forward pass."""
 
-    return prepare
+    attend: Attend
+    inputs: Sequence[Tensor]
+    grad_out: Tensor
+
+    def __call__(self) -> Run:
+        return partial(gradients, self.attend(*self.inputs), self.inputs, self.grad_out)
+
+    def once(self) -> object:
+        """Both passes, of which the backward pass frees each saved tensor when it was read."""
+        return torch.autograd.grad(self.attend(*self.inputs), self.inputs, self.grad_out)
+
+
+def once(prepare: Prepare) -> Run:
+    """A run of a pass, with the memory that it has in training.
+
+    A backward pass that can be run again keeps all tensors that its forward pass saved, so that an
+    implementation of many operations would need more memory than in training.
+    """
+    return prepare.once if isinstance(prepare, BackwardPass) else lambda: prepare()()

@@ -13,6 +13,7 @@ from experiments.baselines import attend_sparseflash
 from experiments.check import CheckError, Extras
 from experiments.cli import Clock
 from experiments.measure import Case, make_attend, measure, random_problem
+from experiments.memory import peak_bytes
 from experiments.pattern_families import Problem
 from experiments.settings import Method
 from experiments.timing import Timing, WaitsForDevice
@@ -176,6 +177,28 @@ def test_what_no_graph_can_contain_is_timed_as_called_from_python(monkeypatch):
     assert "clock" not in timed["bigbird"]  # it is the clock of the record
 
 
+def test_a_backward_pass_has_the_memory_that_it_has_in_training(monkeypatch):
+    """What the last of many operations saved is free when the gradient of the first one is made,
+    which here is as large as eight inputs.
+    """
+    weights = torch.ones(100, 64)
+
+    def attend(query, key, value):
+        wide = query.repeat(1, 1, 1, 8) * weights
+        out = wide.unflatten(-1, (8, 8)).sum(-2) + key + value
+        for _ in range(24):
+            out = out.sigmoid()
+        return out
+
+    monkeypatch.setattr(measurement, "make_attend", lambda *facts: attend)
+    monkeypatch.setattr(measurement, "check", lambda *facts, **options: None)
+    (row,), _ = measure(CASE, ["sparseflash"], replace(METHOD, directions=("backward",)))
+    inputs, grad_out = random_problem(CASE, torch.float32, torch.device("cpu"), 0)
+    prepare = measurement.BackwardPass(attend, inputs, grad_out)
+    kept = peak_bytes(lambda: prepare()(), torch.device("cpu"))
+    assert row.peak_bytes <= kept - 6 * inputs[0].nbytes
+
+
 def test_a_step_of_decoding_has_no_backward_pass():
     (row,), _ = measure(DECODED, ["sparseflash"], METHOD)
     assert (row.direction, row.q_len, row.kv_heads) == ("forward", 3, 1)
@@ -190,7 +213,7 @@ def test_a_backward_pass_is_timed_without_its_forward_pass_and_may_run_again():
         attended.append(1)
         return query * key * value
 
-    backward = measurement.backward_pass(attend, inputs, grad_out)()
+    backward = measurement.BackwardPass(attend, inputs, grad_out)()
     assert attended == [1]
     for _ in range(2):
         torch.testing.assert_close(backward()[0], (grad_out * inputs[1] * inputs[2]).detach())
