@@ -10,7 +10,7 @@ from experiments import io_complexity, io_plots
 from experiments.instruments import counters
 from sparseflash.io_model import DEVICES
 from tests.helpers.instruments import pretend_gpu
-from tests.helpers.records import ENVIRONMENT
+from tests.helpers.records import ENVIRONMENT, FULL
 
 
 def test_model_and_pictures_stand_alone_on_a_cpu(tmp_path, monkeypatch, capsys):
@@ -128,6 +128,25 @@ def test_says_why_bytes_are_left_out(monkeypatch):
 def test_unknown_device_lists_the_known_ones():
     with pytest.raises(BadParameter, match="A100, H100, H200, got 'V100'"):
         io_complexity.model_device("V100", "cpu")
+
+
+def test_a_case_that_does_not_fit_has_no_times_and_the_others_have_their_own(monkeypatch):
+    monkeypatch.setattr("experiments.measure.measure", measured)
+    monkeypatch.setattr(io_complexity, "measured_case", lambda case: case)
+    cases = list(io_complexity.chosen_cases("left"))
+    found = list(io_complexity.with_times(cases, rows("left")))
+    assert [(row.implementation, row.direction, row.measured_ms) for row in found] == [
+        *(("standard", direction, None) for direction in io_complexity.DIRECTIONS),
+        *(("sparseflash", "forward", 7.0), ("sparseflash", "backward", 8.0)),
+    ]
+
+
+def measured(case, implementations, method):
+    """As measure: what does not fit in memory is left out, with the reason."""
+    if case.implementation == "standard":
+        return [], {"standard": "out of memory"}
+    times = zip(("backward", "forward"), (8.0, 7.0), strict=True)
+    return [replace(FULL, direction=direction, median_ms=ms) for direction, ms in times], {}
 
 
 def test_what_was_measured_is_kept_when_a_run_breaks_off(tmp_path, monkeypatch):
