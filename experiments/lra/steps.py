@@ -141,6 +141,8 @@ def measure(
         model.compile(dynamic=False)
     step = training_step(model, case, device)
     step()
+    # A step frees these gradients and makes new ones, which are memory of the step.
+    model.zero_grad(set_to_none=True)
     peak = peak_bytes(step, device)
     for clock in clocks:
         timing, passes = timed(step, clock), max(len(case.real), 1)

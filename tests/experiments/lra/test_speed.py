@@ -132,6 +132,29 @@ def test_models_are_compiled_and_made_as_the_implementation_says(monkeypatch):
     assert len(made) == 3
 
 
+def test_gradients_are_memory_of_a_step(monkeypatch):
+    """Those of the step before would be memory that a step begins with, and frees."""
+    models, there = [], []
+
+    def made(model, *facts):
+        models.append(model)
+        return training_step(model, *facts)
+
+    def measured(run, device):
+        there.extend(parameter.grad for parameter in models[0].parameters())
+        return 7
+
+    training_step = steps.training_step
+    monkeypatch.setattr(steps, "training_step", made)
+    monkeypatch.setattr(steps, "peak_bytes", measured)
+    monkeypatch.setattr(steps, "timed", lambda step, clock: Timing(2.0, 1.0, 3.0, 5))
+    case = steps.case_of("image")
+    case = replace(case, batch=1, model=replace(case.model, layers=1))
+    list(steps.measure("image", case, steps.Implementation("linear"), False, torch.device("cpu")))
+    assert there
+    assert all(gradient is None for gradient in there)
+
+
 def test_a_step_trains():
     case = replace(steps.case_of("image"), batch=1)
     model = Classifier(replace(case.model, layers=1), case.shape)
