@@ -73,7 +73,7 @@ def carry_out(cases: Cases, method: Method, path: Path, resume: bool, roofline: 
 
 
 def open_record(method: Method, path: Path, resume: bool) -> Record:
-    """A new record, or with `resume` the one in `path`, with the same settings and commit."""
+    """A new record, or with `resume` the one in `path`; see `identity`."""
     fresh = Record(
         environment(torch.device(method.device)) | {"memory": memory.METHOD[method.device]},
         json.loads(json.dumps(asdict(method))),
@@ -87,14 +87,14 @@ def open_record(method: Method, path: Path, resume: bool) -> Record:
     if others := [name for name in old | now if old.get(name) != now.get(name)]:
         listed = "; ".join(f"{name} {old.get(name)}, now {now.get(name)}" for name in others)
         raise typer.BadParameter(
-            f"--resume needs the settings, device and commit of {path}: {listed}"
+            f"--resume needs the settings, device, commit and versions of {path}: {listed}"
         )
     return record
 
 
 def identity(record: Record) -> dict:
     """The properties that a resumed run must share with the record."""
-    environment = {name: record.environment[name] for name in ("device", "git")}
+    environment = {name: record.environment[name] for name in ("device", "git", "versions")}
     return record.settings | {f"environment {name}": v for name, v in environment.items()}
 
 

@@ -43,9 +43,10 @@ def here(monkeypatch):
         ({"device": "another"}, "device"),
         ({"git": {"commit": "b", "dirty": False}}, "git"),
         ({"git": {"commit": "a", "dirty": True}}, "git"),
+        ({"versions": {"torch": "3"}}, "versions"),
     ],
 )
-def test_a_run_goes_on_with_the_same_device_and_code_only(tmp_path, change, name):
+def test_a_run_goes_on_with_the_same_device_code_and_libraries_only(tmp_path, change, name):
     path, settings = tmp_path / "record.json", asdict(METHOD)
     Record(HERE | {"date": "2025-01-01"}, settings, [FULL]).save(path)
     assert runner.open_record(METHOD, path, resume=True).rows == [FULL]
@@ -55,7 +56,9 @@ def test_a_run_goes_on_with_the_same_device_and_code_only(tmp_path, change, name
     ):
         runner.open_record(replace(METHOD, budget_ms=2.0), path, resume=True)
     Record(HERE | change, settings, [FULL]).save(path)
-    with pytest.raises(typer.BadParameter, match=f"device and commit of .*: environment {name} "):
+    with pytest.raises(
+        typer.BadParameter, match=f"device, commit and versions of .*: environment {name} "
+    ):
         runner.open_record(METHOD, path, resume=True)
 
 
