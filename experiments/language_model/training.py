@@ -190,7 +190,8 @@ class Curve(Callback):
 
     Attributes:
         points: Of each validation.
-        timed: By the context of steps, how many were timed and the seconds that they took.
+        timed: By the context of steps, how many were timed and the seconds that they took, without
+            those of validations and checkpoints.
     """
 
     def __init__(self):
@@ -213,11 +214,12 @@ class Curve(Callback):
         if batch.shape[1] != self._context:  # a new one is compiled first
             self._stop()
             self._context, self._first = batch.shape[1], trainer.global_step + UNTIMED
+        # Not where a validation or a checkpoint ends, because the file is still to be written.
+        if self._since is None and self._step >= self._first:
+            self._since = (now(), self._step)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_) -> None:
         self._step = trainer.global_step
-        if self._step == self._first:
-            self._start()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._stop()
@@ -229,15 +231,10 @@ class Curve(Callback):
         point = {"step": step, "context": pl_module.context, "bits_per_byte": bits}
         self.points.append(point | {"by_position": pl_module.by_position})
         if trainer.state.fn == TrainerFn.FITTING:
-            if step >= self._first:
-                self._start()
             save_last(trainer)  # with this point, so that a resumed run validates at the next one
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._stop()
-
-    def _start(self) -> None:
-        self._since = (now(), self._step)
 
     def _stop(self) -> None:
         if self._since is not None:
@@ -247,10 +244,7 @@ class Curve(Callback):
             self._since = None
 
     def state_dict(self) -> dict:
-        running = self._since is not None
         self._stop()
-        if running:
-            self._start()
         return {"points": list(self.points), "timed": dict(self.timed)}
 
     def load_state_dict(self, state_dict: dict) -> None:

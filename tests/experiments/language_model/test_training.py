@@ -67,6 +67,29 @@ def test_a_run_learns_and_says_what_it_did(tmp_path):
     assert result["test_bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-5)
 
 
+@pytest.mark.parametrize("given", [{}, {"short_context": 32, "short_steps": 6}])
+def test_validations_and_checkpoints_are_no_time_of_steps(tmp_path, monkeypatch, given):
+    """A step takes a second, a batch of validation 50 and a checkpoint 1,000."""
+    clock = [0.0]
+
+    def takes(seconds, method):
+        def longer(*arguments, **options):
+            result = method(*arguments, **options)
+            clock[0] += seconds  # a checkpoint asks for the state first, and is written after that
+            return result
+
+        return longer
+
+    monkeypatch.setattr(training, "now", lambda: clock[0])
+    parts = ((Learner, "training_step", 1.0), (Learner, "validation_step", 50.0))
+    for owner, name, seconds in (*parts, (L.Trainer, "save_checkpoint", 1000.0)):
+        monkeypatch.setattr(owner, name, takes(seconds, getattr(owner, name)))
+    result = run(tmp_path, settings_of(steps=13, **given), every=2)
+    assert clock[0] > 7000
+    speeds = [result[name] for name in ("bytes_per_second", "short_bytes_per_second")]
+    assert speeds == [result["step_bytes"], result["step_bytes"] * bool(given)]
+
+
 def test_the_progress_bar_shows_what_is_trained(tmp_path, capsys):
     run(tmp_path, settings_of(steps=21), every=21, progress=True)
     assert "train/bits_per_byte=" in "".join(capsys.readouterr())
