@@ -9,6 +9,7 @@ the same weights and reads the same tokens. So the losses of two exact attention
 rounding and dropout.
 """
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -205,6 +206,8 @@ def train(case: Case, books: "Books", device: str) -> dict:
     """
     import torch
 
+    # Else a model of an earlier case that is in a reference cycle counts as memory of this one.
+    gc.collect()
     with torch.device(device):  # weights of a large model take seconds on a CPU
         model = build_model(case)
     model.train()

@@ -1,4 +1,6 @@
+import gc
 import json
+import weakref
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -90,6 +92,28 @@ def test_a_record_goes_on_and_has_a_table_and_a_picture(tmp_path, monkeypatch):
     assert columns[6] == ["1.00", ""]
     assert columns[5][1] == "out of memory"
     assert draw(record, tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_case_begins_without_the_model_of_the_case_before(monkeypatch):
+    """A model of transformers can be in a reference cycle, which only garbage collection frees."""
+    models, alive = [], []
+
+    def build(case):
+        alive.append([found() is not None for found in models])
+        model = build_model(case)
+        model.__dict__["own"] = model
+        models.append(weakref.ref(model))
+        return model
+
+    build_model = pretraining.build_model
+    monkeypatch.setattr(pretraining, "build_model", build)
+    gc.disable()
+    try:
+        for _ in range(2):
+            train(CASE, books_of(), "cpu")
+    finally:
+        gc.enable()
+    assert alive == [[], [False]]
 
 
 def test_a_picture_has_a_row_of_panels_for_each_dropout_and_padding(tmp_path, monkeypatch):
