@@ -109,7 +109,7 @@ def draw(record: Path) -> Path:
             read = [point["step"] * run["step_bytes"] for point in run["curve"]]
             bits = [point["bits_per_byte"] for point in run["curve"]]
             curve.plot(read, bits, label=legend if run is group[0] else None, **style)
-            if run["bytes_per_second"]:
+            if is_timed(run):
                 passed = [seconds_of(run, point["step"]) for point in run["curve"]]
                 times.plot(passed, bits, **style)
             position.plot(run["positions"][1:], run["curve"][-1]["by_position"], **style)
@@ -133,6 +133,12 @@ def draw(record: Path) -> Path:
     figure.suptitle(f"{facts['name']}, {facts['device']}", fontsize=10)
     figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=8)
     return save(figure, record)[0]
+
+
+def is_timed(run: dict) -> bool:
+    """Whether a run has the throughput at each of its contexts."""
+    short = run["short_bytes_per_second"] if run.get("short_steps") else True
+    return bool(run["bytes_per_second"] and short)
 
 
 def seconds_of(run: dict, step: int) -> float:
@@ -159,10 +165,11 @@ def bits_at(run: dict, seconds: float) -> float | None:
 def common_seconds(runs: Iterable[dict]) -> float | None:
     """The time of training after which the first of some runs ended.
 
-    None if a run has no throughput, because it ended before steps were timed.
+    None if a run has no throughput at a context, because it ended before steps were timed, or
+    because steps at that context were on another device.
     """
     runs = list(runs)
-    if not all(run["bytes_per_second"] for run in runs):
+    if not all(map(is_timed, runs)):
         return None
     return min(seconds_of(run, run["curve"][-1]["step"]) for run in runs)
 

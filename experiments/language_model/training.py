@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import DataLoader, IterableDataset
 
-from experiments.environment import environment
+from experiments.environment import device_name, environment
 from experiments.files import RESULT, write_json
 from experiments.language_model.books import BOUNDARY, Books
 from experiments.language_model.model import LanguageModel
@@ -188,13 +188,18 @@ class BookData(L.LightningDataModule):
 class Curve(Callback):
     """Keeps a point of every validation, each in a checkpoint, and the time of training.
 
+    Args:
+        device: Full name of the device. Times of another one, from which a run was resumed, are
+            not kept.
+
     Attributes:
         points: Of each validation.
         timed: By the context of steps, how many were timed and the seconds that they took, without
             those of validations and checkpoints.
     """
 
-    def __init__(self):
+    def __init__(self, device: str):
+        self.device = device
         self.points: list[dict] = []
         self.timed: dict[int, tuple[int, float]] = {}
         self._since: tuple[float, int] | None = None
@@ -245,10 +250,14 @@ class Curve(Callback):
 
     def state_dict(self) -> dict:
         self._stop()
-        return {"points": list(self.points), "timed": dict(self.timed)}
+        state = {"points": list(self.points), "timed": dict(self.timed)}
+        return state | {"device": self.device}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        self.points, self.timed = list(state_dict["points"]), dict(state_dict["timed"])
+        self.points = list(state_dict["points"])
+        # Older checkpoints do not say their device.
+        if state_dict.get("device", self.device) == self.device:
+            self.timed = dict(state_dict["timed"])
 
 
 def now() -> float:
@@ -292,7 +301,8 @@ def train(
         restore(resume, output)
     L.seed_everything(settings.seed, verbose=False)
     learner = Learner(settings, books.token_bytes)
-    data, curve = BookData(books, settings), Curve()
+    data = BookData(books, settings)
+    curve = Curve(device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     if last.exists():
         learner.on_load_checkpoint(read_checkpoint(last))
     bar = [StepBar(refresh_rate=20)] if progress else []

@@ -121,6 +121,7 @@ def test_bits_per_byte_at_a_time_are_interpolated_between_validations():
     faster = run | {"bytes_per_second": 100}
     assert common_seconds([run, faster]) == 4
     assert common_seconds([run, run | {"bytes_per_second": 0.0}]) is None
+    assert common_seconds([run, run | {"short_bytes_per_second": 0.0}]) is None
 
 
 def test_runs_that_do_not_compare(tmp_path):

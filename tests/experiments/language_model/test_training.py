@@ -135,6 +135,31 @@ def stops_at(step):
     return init
 
 
+@pytest.mark.parametrize(("moved", "speed"), [(False, 1.2), (True, 1.0)])
+def test_a_run_that_goes_on_on_another_device_has_the_speed_of_this_one(
+    tmp_path, monkeypatch, moved, speed
+):
+    """Eight steps of half a second, then eleven of a second; five of each are not timed."""
+    clock, took = [0.0], [0.5]
+    step = Learner.training_step
+
+    def timed(self, batch, batch_idx):
+        clock[0] += took[0]
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(Learner, "training_step", timed)
+    monkeypatch.setattr(training, "now", lambda: clock[0])
+    monkeypatch.setattr(training, "device_name", lambda device: "one")
+    deadline = training.Deadline.__init__
+    monkeypatch.setattr(training.Deadline, "__init__", stops_at(8))
+    run(tmp_path, settings_of(steps=19))
+    monkeypatch.setattr(training.Deadline, "__init__", deadline)
+    monkeypatch.setattr(training, "device_name", lambda device: "other" if moved else "one")
+    took[0] = 1.0
+    result = run(tmp_path, settings_of(steps=19))
+    assert result["bytes_per_second"] == pytest.approx(speed * result["step_bytes"])
+
+
 def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     expected = run(tmp_path / "whole", settings_of())
     step = Learner.training_step
