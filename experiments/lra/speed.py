@@ -9,8 +9,9 @@ A step is the forward pass, backward pass and optimizer step of a whole model, i
 autocast. The five tasks have the sizes of the Nystromformer protocol, which Table 3 of the
 FlashAttention paper uses. By default samples are random, have full length, and there is no dropout
 of probabilities. With `--real`, batches are those of the tasks, with their lengths, masked black
-pixels and the dropout of the preset. Each step is timed as called from Python and as a CUDA graph,
-because steps of this size are limited by their launches.
+pixels and the dropout of the preset; layers of packages and SMYRF never drop probabilities. Each
+step is timed as called from Python and as a CUDA graph, because steps of this size are limited by
+their launches.
 """
 
 from dataclasses import asdict
