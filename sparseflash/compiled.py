@@ -24,8 +24,8 @@ def clear_cache() -> None:
 
     sparseflash caches the masks of the most recent patterns, 128 of them for `attention`. Long
     sequences and many element masks can make them large. The next call of a pattern compiles it
-    again. Masks that a caller or a graph of torch.compile holds are not affected. A CUDA graph holds
-    none: if its calls were given patterns, it must not be replayed after this.
+    again. Masks that a caller or a graph of torch.compile holds are not affected. A CUDA graph
+    holds none: if its calls were given patterns, it must not be replayed after this.
     """
     for cache in _caches:
         cache.cache_clear()
