@@ -384,7 +384,7 @@ class BackwardPass:
     inputs: Sequence[Tensor]
     grad_out: Tensor
 
-    def __call__(self) -> Run:
+    def __call__(self) -> Callable[[], tuple[Tensor, ...]]:
         return partial(gradients, self.attend(*self.inputs), self.inputs, self.grad_out)
 
     def once(self) -> object:
