@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.cli import RESULTS, Output, Overwrite, output_folder, usage_errors
+from experiments.cli import RESULTS, Load, Output, Overwrite, output_folder, usage_errors
 from experiments.record import (
     FROM_PYTHON,
     NO_GRAPH,
@@ -34,6 +34,14 @@ from experiments.record import (
 
 DRIFT_LIMIT = 1.15
 NOISE = 0.03  # relative difference of two runs of the same code
+# Settings that records share whose times are compared, and what they are in records without them.
+COMPARED = {
+    "dtype": None,
+    "clock": None,
+    "timing": Load.RESTED,
+    "dropout_p": 0.0,
+    "padding": 0.0,
+}
 # In a narrower terminal lines wrap; a table with its width would truncate digits.
 TABLE_WIDTH = 150
 COLUMNS = (
@@ -238,11 +246,14 @@ def compare(before: Record, after: Record) -> Table:
     """The times of the rows in both records, and their geometric mean for each implementation.
 
     Raises:
-        ValueError: The records have no row in common, or differ in dtype or clock.
+        ValueError: The records have no row in common, or differ in a setting of which all times
+            depend: see COMPARED.
     """
-    for name in ("dtype", "clock"):
-        values = before.settings.get(name), after.settings.get(name)
-        if values[0] != values[1]:
+    for name, absent in COMPARED.items():
+        values = [record.settings.get(name, absent) for record in (before, after)]
+        # The times of a record are rested wherever these were measured.
+        load = [Load.RESTED if value == Load.BOTH else value for value in values]
+        if load[0] != load[1]:
             raise ValueError(f"the records must share their {name}, got {values[0]}, {values[1]}")
     earlier = {_key(row): row for row in before.rows}
     matched = [(earlier[_key(row)], row) for row in after.rows if _key(row) in earlier]
@@ -263,7 +274,7 @@ def compare(before: Record, after: Record) -> Table:
 
 
 def _key(row: Measurement) -> tuple:
-    return row.implementation, row.family, row.pattern, row.group
+    return row.implementation, row.family, row.pattern, row.group, row.clock
 
 
 def _compared(old: Measurement, new: Measurement) -> list[str]:

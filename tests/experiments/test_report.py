@@ -150,6 +150,32 @@ def test_records_of_other_cases_are_not_compared(tmp_path):
         compare(one, other)
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "told"),
+    [
+        ("timing", ("both", "sustained"), "timing, got both, sustained"),
+        ("dropout_p", (0.1, 0.0), r"dropout_p, got 0\.1, 0\.0"),
+        ("padding", (None, 0.3), r"padding, got 0\.0, 0\.3"),
+    ],
+)
+def test_records_of_other_settings_are_not_compared(name, values, told):
+    settings = [{} if value is None else {name: value} for value in values]
+    one, other = (Record(ENVIRONMENT, each, [FULL]) for each in settings)
+    with pytest.raises(ValueError, match=f"must share their {told}"):
+        compare(one, other)
+
+
+def test_rested_times_are_compared_whether_or_not_sustained_ones_were_taken():
+    one, other = (Record(ENVIRONMENT, {"timing": t}, [FULL]) for t in ("both", "rested"))
+    assert compare(one, other).row_count == 2
+
+
+def test_a_graph_is_not_compared_with_a_call_from_python():
+    graph, other = Record(ENVIRONMENT, {}, [FULL, BASELINE]), replace(BASELINE, clock="events")
+    table = compare(graph, Record(ENVIRONMENT, {}, [FULL, other]))
+    assert set(table.columns[2].cells) == {"sparseflash"}
+
+
 def test_records_of_other_dtypes_are_not_compared():
     one, other = (Record(ENVIRONMENT, {"dtype": dtype}, [FULL]) for dtype in ("fp16", "bf16"))
     with pytest.raises(ValueError, match="must share their dtype, got fp16, bf16"):
