@@ -147,6 +147,7 @@ class Run:
         number: Index of the current stage, or len(stages) after the last one.
         stuck: Whether a stage was stopped because it was stuck at chance.
         seconds: Time that earlier commands took.
+        of_stage: Time of training in the current stage that `seconds` includes.
         started: Time at which this command started, in seconds since 1970.
     """
 
@@ -156,6 +157,7 @@ class Run:
     number: int = 0
     stuck: bool = False
     seconds: float = 0.0
+    of_stage: float = 0.0
     started: float = field(default_factory=time.time)
 
     @classmethod
@@ -167,9 +169,12 @@ class Run:
         """
         path = output / PROGRESS
         if not path.exists():
-            return cls(output, stages, seed)
+            run = cls(output, stages, seed)
+            run.seconds = run._trained_seconds()
+            return run
         try:
             facts = json.loads(path.read_text())
+            known = "of_stage" in facts  # not in older files
             found = [Stage(**stage) for stage in facts.pop("stages")]
             run = cls(output, found, **facts)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -184,6 +189,8 @@ class Run:
                 f"{differences(recorded, own)}; give the recorded ones, or another --output"
             )
         run.stages = found[: run.number] + stages[run.number :]
+        if known:  # a command that was killed trained for longer than it could write here
+            run.seconds += max(0.0, run._trained_seconds() - run.of_stage)
         return run
 
     @property
@@ -262,6 +269,7 @@ class Run:
             "number": self.number,
             "stuck": self.stuck,
             "seconds": self._seconds(),
+            "of_stage": self._trained_seconds(),
         }
         write_json(self.output / PROGRESS, facts)
         write_json(self.output / WHOLE_RESULT, self.result())
@@ -283,6 +291,16 @@ class Run:
 
     def _seconds(self) -> float:
         return self.seconds + time.time() - self.started
+
+    def _trained_seconds(self) -> float:
+        """Time of training and validation in the checkpoint from which the stage is resumed."""
+        if self.number == len(self.stages) or not self.checkpoint(self.number, "last").exists():
+            return 0.0
+        from experiments.lra.callbacks import Curve
+        from experiments.lra.learner import read_checkpoint
+
+        checkpoint = read_checkpoint(self.checkpoint(self.number, "last"))
+        return checkpoint["callbacks"][Curve().state_key].get("seconds") or 0.0
 
     def _files(self) -> dict[str, bytes]:
         """The files that another machine needs to resume the run.

@@ -154,6 +154,35 @@ def test_an_interrupted_stage_says_that_the_same_command_resumes(tmp_path, monke
     assert said[-1] == f"Saved {last}. To resume: the same command"
 
 
+def test_the_time_of_a_command_that_was_killed_counts(tmp_path):
+    """It has written a checkpoint, but not how long the run took."""
+    both = [Stage.parse(text) for text in STAGES]
+
+    def trained(number, seconds):
+        path = Run(tmp_path, both, 0).checkpoint(number, "last")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"callbacks": {"Curve": {"seconds": seconds}}}, path)
+
+    def resumed(seconds):
+        run = Run.of(tmp_path, both, 0)
+        assert run.seconds == pytest.approx(seconds, abs=1)
+        return run
+
+    trained(0, 60.0)
+    first = resumed(60)
+    first.number, first.started = 1, first.started - 5
+    first.save(None)
+    resumed(65)
+    trained(1, 20.0)
+    resumed(85).save(None)
+    resumed(85)
+    progress = tmp_path / "progress.json"
+    older = json.loads(progress.read_text())
+    del older["of_stage"]
+    progress.write_text(json.dumps(older))
+    resumed(85)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Lightning and of how it calls jsonargparse
 def test_a_run_goes_through_its_stages_and_goes_on_elsewhere(tmp_path, monkeypatch):
