@@ -6,6 +6,7 @@ accuracies cannot be compared with those of AAN.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +15,17 @@ from rich.progress import track
 from experiments.lra.tasks.hashing import below, seed_of, stream_of
 from experiments.lra.tasks.retrieval import Pairs, Retrieval
 from experiments.lra.tasks.store import check_hashes, write_hashes
-from experiments.lra.tasks.task import SPLITS, MissingData, Samples
+from experiments.lra.tasks.task import SPLITS, MissingData, Sample, Samples, bytes_to_ids
 from experiments.lra.tasks.text import BUILD as BUILD_REVIEWS
 from experiments.lra.tasks.text import FOLDER as REVIEWS
-from experiments.lra.tasks.text import SENTIMENTS
+from experiments.lra.tasks.text import LENGTH, SENTIMENTS
 
 FOLDER = "film_pairs"
 SIZES: Mapping[str, int] = dict(zip(SPLITS, (40_000, 4_000, 10_000), strict=True))
 HELD_OUT = 10  # one of so many films of the training set is in the validation set
 SPACES = bytes.maketrans(b"\t\n\r", b"   ")
 BUILD = "film-pairs"
+TAB = bytes_to_ids(b"\t")
 HOW = f"make them with: python -m experiments.lra.data {BUILD}"
 Review = Path
 # Film -> sentiment -> its reviews.
@@ -36,14 +38,57 @@ class FilmPairs(Retrieval):
     No film is in two splits. Both reviews of a pair have the same sentiment. The first review, and
     the second review, have the same distribution under both labels, so neither alone
     determines the label.
+
+    Args:
+        joined: Whether a sample is one document of both reviews with a tab between them, so that
+            attention compares their bytes. By default an encoder reads each review alone, and only
+            the classifier compares them.
+        length: Bytes of a review that are read, the tab among those of the first one.
+        skip_corrupt: As in Retrieval.
+
+    Raises:
+        ValueError: `length` is less than 2.
     """
 
     name = "film-pairs"
 
+    def __init__(self, joined: bool = False, length: int = LENGTH, skip_corrupt: bool = False):
+        super().__init__(skip_corrupt)
+        if length < 2:
+            raise ValueError(f"length must be at least two bytes, got {length}")
+        self.joined, self.length = joined, length
+        seq_len, documents = (2 * length, 1) if joined else (length, 2)
+        self.shape = replace(self.shape, seq_len=seq_len, documents=documents)
+
     def splits(self, data_root: Path) -> Mapping[str, Samples]:
         folder = data_root / FOLDER
         check_hashes(folder, BUILD)
-        return {split: Pairs(folder / f"{split}.tsv", self.skip_corrupt, HOW) for split in SPLITS}
+        files = {split: folder / f"{split}.tsv" for split in SPLITS}
+        pairs = {split: Pairs(path, self.skip_corrupt, HOW) for split, path in files.items()}
+        if not self.joined:
+            return pairs
+        return {split: Joined(of_split, self.length) for split, of_split in pairs.items()}
+
+
+class Joined:
+    """Pairs as one document: the first review, a tab, which no review contains, the second one.
+
+    Args:
+        pairs: The pairs.
+        length: As in FilmPairs.
+    """
+
+    def __init__(self, pairs: Samples, length: int):
+        self.pairs, self.length = pairs, length
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Sample:
+        (first, second), label, _ = self.pairs[index]
+        return Sample(
+            [np.concatenate([first[: self.length - 1], TAB, second[: self.length]])], label
+        )
 
 
 def write_film_pairs(data_root: Path, sizes: Mapping[str, int] = SIZES) -> Path:

@@ -207,6 +207,28 @@ class TestFilmPairs:
         assert "both" not in seen["test"]
         assert sum(splits["train"][i].label for i in range(40)) == 20
 
+    def test_joined_reviews_are_one_document_with_a_tab_between_them(self, root):
+        films.write_film_pairs(root, {"train": 4, "validation": 4, "test": 4})
+        pairs = FilmPairs().splits(root)["train"]
+        whole = FilmPairs(joined=True)
+        assert (whole.shape.seq_len, whole.shape.documents) == (2 * 4096, 1)
+        short = FilmPairs(joined=True, length=5)
+        assert (short.shape.seq_len, short.shape.documents) == (10, 1)
+        for task, first, second in ((whole, None, None), (short, 4, 5)):
+            joined = task.splits(root)["train"]
+            assert len(joined) == len(pairs) == 4
+            for i in range(4):
+                (document,), label, _ = joined[i]
+                (a, b), wanted, _ = pairs[i]
+                text = bytes((document - 1).astype(np.uint8))
+                a, b = (bytes((ids - 1).astype(np.uint8)) for ids in (a, b))
+                assert (text, label) == (a[:first] + b"\t" + b[:second], wanted)
+
+    def test_reviews_of_less_than_two_bytes_are_refused(self):
+        assert FilmPairs(length=2).shape.seq_len == 2
+        with pytest.raises(ValueError, match="length must be at least two bytes, got 1"):
+            FilmPairs(length=1)
+
     def test_the_same_data_make_the_same_pairs(self, root):
         sizes = {"train": 10}
         first = (films.write_film_pairs(root, sizes) / "train.tsv").read_bytes()
