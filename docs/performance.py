@@ -497,7 +497,7 @@ device, run `python -m experiments.speedup` (one minute with `--quick`) and
   so that each one follows every other one equally often. The L2 cache is flushed before every run.
   [What the benchmark prints](benchmark-columns.md) has the details.
 - **Before commit ab930c8** the graph of a backward pass read O and LSE after their memory had been
-  freed, in all implementations alike. Times do not depend on their values, except by the power
+  freed, in all implementations. Times do not depend on their values, except by the power
   that other values save under continuous load; none of these records has been repeated yet.
 
 The [notebook](notebook/2026-11.md) describes what was tried without success.
