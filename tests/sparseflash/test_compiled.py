@@ -8,22 +8,23 @@ import torch
 
 import masks
 import sparseflash
+from sparseflash import compiled
 from sparseflash.dispatch.plan import compiled_mask
 from sparseflash.nn.decode_masks import decode_mask
 
 
 @pytest.mark.parametrize(
-    "compiled",
+    "mask_of",
     [
         lambda pattern, tensor: compiled_mask(pattern, tensor, tensor),
         lambda pattern, tensor: decode_mask(pattern, 64, 3, 4, 40, tensor.device),
     ],
     ids=["attention", "decoding"],
 )
-def test_masks_of_patterns_are_kept_until_the_cache_is_cleared(compiled):
+def test_masks_of_patterns_are_kept_until_the_cache_is_cleared(mask_of):
     pattern, tensor = masks.local(5).with_block_size(16), torch.randn(1, 1, 64, 8)
-    mask = compiled(pattern, tensor)
-    assert compiled(masks.local(5).with_block_size(16), tensor) is mask
+    mask = mask_of(pattern, tensor)
+    assert mask_of(masks.local(5).with_block_size(16), tensor) is mask
     reference = weakref.ref(mask)
     del mask
     gc.collect()
@@ -31,3 +32,15 @@ def test_masks_of_patterns_are_kept_until_the_cache_is_cleared(compiled):
     sparseflash.clear_cache()
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_masks_of_patterns_that_a_cuda_graph_reads_are_kept(captured, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    monkeypatch.setattr(compiled, "_of_graphs", {})
+    tensor = torch.randn(1, 1, 64, 8)
+    mask = weakref.ref(compiled_mask(masks.local(5).with_block_size(16), tensor, tensor))
+    sparseflash.clear_cache()
+    gc.collect()
+    assert (mask() is not None) == captured
