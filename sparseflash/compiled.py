@@ -15,7 +15,7 @@ _of_graphs: dict[int, object] = {}  # masks by id
 def stores_masks(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """lru_cache for functions that compile patterns. `clear_cache` empties all of them.
 
-    Masks that are asked for while a CUDA graph is captured are kept until the process ends,
+    Masks that are asked for while a CUDA graph is captured are held until the process ends,
     because each replay reads their tables.
     """
 
