@@ -292,7 +292,8 @@ def heads_per_group_of(
     Args:
         spec: Spec of the call.
         rows: Block lists that the kernel reads.
-        num_bh: Batch elements times heads; 0 if there is no batch element.
+        num_bh: Batch elements times heads, or pairs of packed heads; 0 if there is no batch
+            element.
         ctas: CTAs that run at the same time.
         dq_bytes: As in KernelConfig.
         by_key: Whether the rows are of keys.

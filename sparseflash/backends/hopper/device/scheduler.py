@@ -1,8 +1,8 @@
 """The tile scheduler, and the queue by which the producer publishes work tiles to the other warps.
 
-A work tile is one block row of one (batch, head). Only the producer decodes it and reads its row
-of the table: that takes several dependent loads, for which consumers would wait at the beginning
-of every work tile.
+A work tile is one block row of one (batch, head), or of packed heads. Only the producer decodes it
+and reads its row of the table: that takes several dependent loads, for which consumers would wait
+at the beginning of every work tile.
 """
 
 from typing import NamedTuple
@@ -32,9 +32,10 @@ ROW, BATCH, HEAD, PARTIAL_START, N_PARTIAL, FULL_START, N_FULL, KEY_LENGTH, N_CL
 
 
 class WorkTile(NamedTuple):
-    """One block row of one head.
+    """One block row of one head, or of packed heads.
 
-    head: key head in kernels whose work tiles are block rows of keys, else query head
+    head: key head in kernels whose work tiles are block rows of keys, else query head, the first
+        one of packed heads
     row:  block row; -1 after the last work tile
     """
 
@@ -95,7 +96,8 @@ def decode_work_id(params, work_id, QHEADS_PER_WORK_TILE: gl.constexpr):
     Groups of heads follow one another. Within a group the longest rows of all heads come first.
 
     QHEADS_PER_WORK_TILE: 1 if a work tile belongs to a query head; the number of query heads of a
-        key head if it belongs to a key head
+        key head if it belongs to a key head; PACKED_HEADS in the forward kernel. `head` counts
+        these heads or groups of heads.
     """
     table, sizes = params.table, params.sizes
     heads = sizes.heads // QHEADS_PER_WORK_TILE

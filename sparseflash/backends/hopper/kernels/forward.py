@@ -276,7 +276,7 @@ def producer(queries, keys, values, more_keys, more_values, pipelines, params,
 
 @gluon.jit
 def head_of_warpgroup(head, WARPGROUP: gl.constexpr, PACKED_HEADS: gl.constexpr):
-    """The query head that a warpgroup computes; head: that of the work tile, or the first one."""
+    """The query head that a warpgroup computes; head: the first query head of its work tile."""
     if PACKED_HEADS > 1:
         head = head + WARPGROUP % PACKED_HEADS
     return head
