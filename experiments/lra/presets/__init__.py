@@ -26,7 +26,7 @@ def files_of(name: str) -> list[Path]:
     if name not in names():
         raise ValueError(f"unknown preset {name!r}; known: {', '.join(names())}")
     path = FOLDER / f"{name}.yaml"
-    commons = [folder / COMMON for folder in (FOLDER, path.parent)]
+    commons = [FOLDER / folder / COMMON for folder in reversed(Path(name).parents)]
     return [common for common in commons if common.exists()] + [path]
 
 

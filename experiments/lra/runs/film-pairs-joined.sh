@@ -10,7 +10,7 @@ for kind in sparse dense; do
   attention=()
   [ $kind = sparse ] || attention=(--model.encoder.attention flash)
   start=(--model.init_from "runs/film-pairs-joined-masked-$kind/seed{seed}/checkpoints/best.ckpt")
-  fit "film-pairs-joined-masked-$kind" text/film-pairs-joined-masked "${attention[@]}" "$@"
-  fit "film-pairs-joined-$kind" text/film-pairs-joined "${attention[@]}" "${start[@]}" "$@"
+  fit "film-pairs-joined-masked-$kind" text/film-pairs-joined/masked "${attention[@]}" "$@"
+  fit "film-pairs-joined-$kind" text/film-pairs-joined/labels "${attention[@]}" "${start[@]}" "$@"
 done
 python -m experiments.lra.results film-pairs-joined runs/film-pairs-joined-{sparse,dense}

@@ -43,7 +43,8 @@ class FilmPairs(Retrieval):
         joined: Whether a sample is one document of both reviews with a tab between them, so that
             attention compares their bytes. By default an encoder reads each review alone, and only
             the classifier compares them.
-        length: Bytes of a review that are read, the tab among those of the first one.
+        length: Bytes of a review that are read, as in Retrieval at most 4,000. In one document the
+            tab is one of those of the first review.
         skip_corrupt: As in Retrieval.
 
     Raises:
