@@ -259,6 +259,25 @@ def test_backward_passes_that_add_rows_by_index_have_no_times_of_long_sequences(
     assert told in words(PAPER)
 
 
+def test_backward_passes_with_padding_take_about_the_time_of_those_without():
+    ratios = []
+    for padded in ("-padding", "-dropout-padding"):
+        without, with_padding = (
+            {
+                (row["pattern"], row["seq_len"]): row["median_ms"]
+                for row in read_rows(read(f"bench-landscape{record}"))
+                if is_ours(row["implementation"])
+                and row["direction"] == "backward"
+                and row["seq_len"] >= 1024
+            }
+            for record in (padded.removesuffix("-padding"), padded)
+        )
+        ratios += [with_padding[each] / without[each] for each in without.keys() & with_padding]
+    assert len(ratios) > 40
+    told = f"takes at least {min(ratios):.2f} times the time of the one without"
+    assert told in words(PAPER)
+
+
 def test_language_models_with_longer_contexts():
     text = words(PAPER)
     before = read("language-model-25m-contexts")["runs"]
