@@ -42,7 +42,8 @@ def clear_cache() -> None:
 
     sparseflash caches the masks of the most recent patterns, 128 of them for `attention`. Long
     sequences and many element masks can make them large. The next call of a pattern compiles it
-    again. Masks that a caller, a graph of torch.compile or a CUDA graph reads are not affected.
+    again. Masks that a caller or a graph of torch.compile holds, or that a CUDA graph reads,
+    are not affected.
     """
     for cache in _caches:
         cache.cache_clear()

@@ -36,11 +36,12 @@ def test_masks_of_patterns_are_kept_until_the_cache_is_cleared(mask_of):
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_masks_of_patterns_that_a_cuda_graph_reads_are_kept(captured, monkeypatch):
+    monkeypatch.setattr(compiled, "_of_graphs", {})
+    pattern, tensor = masks.local(5).with_block_size(16), torch.randn(1, 1, 64, 8)
+    compiled_mask(pattern, tensor, tensor)  # as the call before a capture does
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
-    monkeypatch.setattr(compiled, "_of_graphs", {})
-    tensor = torch.randn(1, 1, 64, 8)
-    mask = weakref.ref(compiled_mask(masks.local(5).with_block_size(16), tensor, tensor))
+    mask = weakref.ref(compiled_mask(pattern, tensor, tensor))
     sparseflash.clear_cache()
     gc.collect()
     assert (mask() is not None) == captured
