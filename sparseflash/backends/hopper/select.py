@@ -174,7 +174,7 @@ def describe(
     if call.plan.forward is not None and call.plan.forward.table.block_size != tile:
         notes["tiles of the forward pass"] = f"{call.plan.forward.table.block_size}"
     elif packed_heads(spec, tile[0]) > 1:
-        notes["forward"] = "two query heads of a key head in a CTA, the only one of a multiprocessor"
+        notes["forward"] = "two query heads of a key head in one CTA for each multiprocessor"
     if uses_fused_backward(call.table, spec):
         order = "a planned" if spec.deterministic else "no fixed"
         notes["backward"] = f"one kernel, which adds to the gradient of query in {order} order"
