@@ -92,7 +92,9 @@ def test_rows_in_place_in_groups_of_heads(ranks, strategy, shared):
     needed = set()
     for mask in ("butterfly", "causal", "empty rows", "global tokens", "nothing"):
         of_two = mask in ("butterfly", "empty rows", "nothing")
-        for groups, batch in ((2, 1), (3, 1), *[(2, 2)] * of_two):
+        # What is computed otherwise is a call of another test.
+        more = {"butterfly": [(3, 1), (2, 2)], "empty rows": [(2, 2)]}.get(mask, [])
+        for groups, batch in ((2, 1), *more):
             extras = MAX_LOGITS if of_two else {}
             case = (mask, strategy, shared, groups, batch, extras)
             answers = ranks.run(cases.errors_in_groups, *case)
