@@ -151,17 +151,23 @@ def test_rows_in_place_or_by_rows_if_a_call_depends_on_positions(two_ranks, extr
         assert all(computed == (extra in EXTRAS_IN_PLACE) for _, computed in answers)
 
 
-@pytest.mark.parametrize(
-    ("mask", "strategy", "split"),
-    [
-        *(("butterfly", "graph growing", "in place"), ("butterfly", "graph growing", "keys")),
-        *(("causal", "zigzag", "in place"), ("empty rows", "contiguous", "in place")),
-        ("global tokens", "contiguous", "in place"),
-    ],
-)
+SIMULATED = [
+    *(("butterfly", "graph growing", "in place"), ("butterfly", "graph growing", "keys")),
+    *(("causal", "zigzag", "in place"), ("empty rows", "contiguous", "in place")),
+    ("global tokens", "contiguous", "in place"),
+]
+
+
+@pytest.mark.parametrize(("mask", "strategy", "split"), SIMULATED)
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_simulated_kernels_of_ranks(ranks, mask, strategy, split, kv_heads):
-    answers = ranks.run(kernels.errors_of_simulated_kernels, mask, strategy, split, kv_heads)
+def test_simulated_kernels_of_two_ranks(two_ranks, mask, strategy, split, kv_heads):
+    answers = two_ranks.run(kernels.errors_of_simulated_kernels, mask, strategy, split, kv_heads)
+    check_exact(answers, within=0.015)
+
+
+@pytest.mark.parametrize(("mask", "strategy", "split"), SIMULATED)
+def test_simulated_kernels_of_four_ranks(four_ranks, mask, strategy, split):
+    answers = four_ranks.run(kernels.errors_of_simulated_kernels, mask, strategy, split, 2)
     check_exact(answers, within=0.015)
 
 
