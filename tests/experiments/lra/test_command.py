@@ -242,6 +242,19 @@ def test_a_preset_is_given_as_any_other_option():
     assert command.with_presets(parted) == command.with_presets(whole) == expected
 
 
+def test_a_preset_is_read_after_the_common_files_of_all_its_folders():
+    files = presets.files_of("text/film-pairs-joined/labels")
+    assert [str(path.relative_to(presets.FOLDER)) for path in files] == [
+        "common.yaml",
+        "text/common.yaml",
+        "text/film-pairs-joined/common.yaml",
+        "text/film-pairs-joined/labels.yaml",
+    ]
+    assert presets.files_of("tay/text") == [
+        presets.FOLDER / name for name in ("common.yaml", "tay/common.yaml", "tay/text.yaml")
+    ]
+
+
 def test_unknown_presets_list_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown preset 'x'; known: .*nystromformer/listops"):
         presets.files_of("x")

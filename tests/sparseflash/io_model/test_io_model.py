@@ -1,11 +1,12 @@
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import masks
 from sparseflash import io_model
-from sparseflash.io_model import DEVICES, attention, standard_attention
+from sparseflash.io_model import DEVICES, attention, l2_reuse, standard_attention
 
 D, E = 128, 2  # head dim, bytes of a number
 
@@ -137,6 +138,15 @@ def test_packed_heads_load_keys_once_for_both():
     assert alone.l2_bytes - packed.l2_bytes == streamed / 2
     assert alone.shared_bytes - packed.shared_bytes == streamed / 2
     assert packed.waves == alone.waves == 2 * 8 * 64 / (2 * 132)
+
+
+def test_packed_heads_are_scheduled_together():
+    """A work tile is the same row of both, also where heads follow one another."""
+    mask, sizes = masks.butterfly()(4096, 64), {"batch": 2, "heads": 8, "backend": "hopper"}
+    for kv_heads, together in ((4, 2), (8, 1)):
+        with patch.object(l2_reuse, "tiles_of", wraps=l2_reuse.tiles_of) as simulated:
+            attention(mask, 128, kv_heads=kv_heads, **sizes)
+        assert simulated.call_args.args[3] == together
 
 
 def test_least_time_is_that_of_the_busiest_part():
