@@ -59,7 +59,8 @@ PACKED_CONFIGS = {
     128: KernelConfig(1, {"STAGES": 4, "QUERY_STAGES": 2}),
 }
 PACKED_HEADS = 2  # the heads of such a CTA
-# Tile widths at which heads are packed, see select.packed_heads, and the fewest waves of pairs.
+# Tile widths at which heads are packed, see select.packed_heads, and the fewest waves of work
+# tiles, each a block row of a pair. Tests alone pack heads at other widths.
 # Notebook, 2026-11-28, 03:10: 1.10 to 1.15 times as fast at 128 dims from two waves on, with one
 # wave 0.97 to 1.00, with half a wave 0.90. At 64 dims 0.90 to 0.94.
 PACKED_WIDTHS: tuple[int, ...] = (128,)
