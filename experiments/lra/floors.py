@@ -33,7 +33,7 @@ SIDES = (32, 64, 128, 256)
 
 def floors(task: "Task") -> dict[str, float]:
     """The measured floors of a task; empty for tasks whose only floor is the class prior."""
-    return recorded().get(task.name, {})
+    return recorded().get(task.floors_of or task.name, {})
 
 
 @cache

@@ -57,7 +57,8 @@ class FilmPairs(Retrieval):
         super().__init__(skip_corrupt)
         if length < 2:
             raise ValueError(f"length must be at least two bytes, got {length}")
-        self.joined, self.length = joined, length
+        self.joined, self.length, self.floors_of = joined, length, self.name
+        self.name += "-joined" * joined + f"-{length}" * (length != LENGTH)
         seq_len, documents = (2 * length, 1) if joined else (length, 2)
         self.shape = replace(self.shape, seq_len=seq_len, documents=documents)
 

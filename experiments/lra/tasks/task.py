@@ -60,10 +60,18 @@ class Samples(Protocol):
 
 
 class Task(ABC):
-    """One task of the arena: its name, its shape, and its samples under a folder of data."""
+    """One task of the arena: its name, its shape, and its samples under a folder of data.
+
+    Attributes:
+        name: Its name. Tasks whose samples are read in another way have other names.
+        shape: Its sizes.
+        floors_of: The task whose floors it has, because it asks the same question about the same
+            samples; None for its own.
+    """
 
     name: str
     shape: Shape
+    floors_of: str | None = None
 
     @abstractmethod
     def splits(self, data_root: Path) -> Mapping[str, Samples]:

@@ -10,6 +10,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from experiments.lra import data
+from experiments.lra.floors import floors
 from experiments.lra.tasks import FilmPairs, ImageTask, MissingData, Text, films
 from experiments.lra.tasks.store import HASHES
 
@@ -223,6 +224,13 @@ class TestFilmPairs:
                 text = bytes((document - 1).astype(np.uint8))
                 a, b = (bytes((ids - 1).astype(np.uint8)) for ids in (a, b))
                 assert (text, label) == (a[:first] + b"\t" + b[:second], wanted)
+
+    def test_another_way_to_read_pairs_has_another_name_and_the_same_floors(self):
+        tasks = FilmPairs(), FilmPairs(joined=True), FilmPairs(length=9), FilmPairs(True, 9)
+        names = ["film-pairs", "film-pairs-joined", "film-pairs-9", "film-pairs-joined-9"]
+        assert [task.name for task in tasks] == names
+        assert floors(tasks[0])
+        assert all(floors(task) == floors(tasks[0]) for task in tasks)
 
     def test_reviews_of_less_than_two_bytes_are_refused(self):
         assert FilmPairs(length=2).shape.seq_len == 2
