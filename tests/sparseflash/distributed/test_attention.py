@@ -1,5 +1,6 @@
 """Attention over a sequence that processes share, against one process."""
 
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -307,14 +308,19 @@ def test_tables_of_selected_blocks_are_made_once(two_ranks, split):
         assert second == 0
 
 
-@pytest.mark.parametrize("extra", [*EXTRAS, "plain", "selected blocks"])
-@pytest.mark.parametrize("split", ["rows", "rounds", "shared rows"])
+@pytest.mark.parametrize(
+    ("split", "extra"),
+    [
+        *product(("rows", "rounds", "shared rows"), (*EXTRAS, "plain")),
+        *product(("rows", "rounds"), ("selected blocks",)),  # shared rows of these are refused
+    ],
+)
 def test_heads_over_some_ranks_and_the_sequence_over_the_others(four_ranks, split, extra):
     """Dropout and score functions are those of the index of a head among all heads."""
     more = {"plain": {}, "selected blocks": {"selects": True}}
     divided = ["head masks", "window and sink", "key head masks"]
-    if extra == "selected blocks":  # others are refused
-        divided = divided[:2] if split != "shared rows" else []
+    if extra == "selected blocks":  # those of key heads are refused
+        divided = divided[:2]
     elif extra not in ("plain", "maximum logits of all"):
         divided = divided[:1]  # what else an option may depend on are the heads of its tensors
     for mask in divided:
